@@ -1,0 +1,123 @@
+"""Rows of a result file: one measured quantity each, with what it was measured on.
+
+A row is one line of JSON: ``tower, case, variant, metric, unit, p20, p50, p80, p99, n, num_patches, num_tokens,
+bucket_tokens, padded_fraction, gpu, matmul_tflops, torch, triton, transformers, git, command, time``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Recorder", "environment", "matmul_tflops", "quantile"]
+
+UNITS = {
+    "latency": "ms",
+    "host_us": "us",
+    "capture_s": "s",
+    "cold_start_s": "s",
+    "memory_mib": "MiB",
+}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the sorted values lie, interpolated between neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+class Recorder:
+    """Writes rows as they come, so that a run that is cut short keeps what it has."""
+
+    def __init__(self, out: Path | None, environment: dict[str, Any]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.environment = environment
+        self._file = out.open("a") if out else None
+
+    def add(self, tower: str, case: str, variant: str, metric: str, values: Sequence[float], **sizes: Any) -> None:
+        """Add one row.
+
+        Args:
+            tower: name of the tower.
+            case: name of the call, or "-" for what belongs to no one call.
+            variant: who was measured.
+            metric: a key of `UNITS`.
+            values: measurements in that unit.
+            sizes: num_patches, num_tokens, bucket_tokens, padded_fraction, where they apply.
+        """
+        row: dict[str, Any] = {
+            "tower": tower,
+            "case": case,
+            "variant": variant,
+            "metric": metric,
+            "unit": UNITS[metric],
+        }
+        row |= {f"p{percent}": round(quantile(values, percent / 100), 5) for percent in (20, 50, 80, 99)}
+        row["n"] = len(values)
+        for size in ("num_patches", "num_tokens", "bucket_tokens", "padded_fraction"):
+            row[size] = sizes.get(size)
+        self.append(row | self.environment | {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row that is complete already."""
+        self.rows.append(row)
+        if self._file:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+
+def environment(device: torch.device, tflops: float | None, git: str | None) -> dict[str, Any]:
+    """What every row says about the machine and the code."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "gpu": gpu,
+        "matmul_tflops": tflops,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "git": git or _git(),
+        "command": " ".join(["python", "benchmarks/bench.py", *sys.argv[1:]]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> str | None:
+    """The commit, with ``-dirty`` where files differ from it; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def matmul_tflops(device: torch.device, side: int = 8192, repeats: int = 20) -> float:
+    """TFLOP/s of a square bf16 matmul of random numbers: the rate that the device offers, beside its data sheet."""
+    left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    right = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    for _ in range(5):
+        left @ right
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        left @ right
+    stop.record()
+    torch.cuda.synchronize(device)
+    return round(2 * side**3 * repeats / (start.elapsed_time(stop) * 1e-3) / 1e12, 1)

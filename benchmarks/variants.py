@@ -1,0 +1,151 @@
+"""Who is measured: each variant is a function of no arguments that runs one call of one tower."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import flash
+import torch
+
+from vitcg_backend import testing
+
+__all__ = ["ISOLATED", "VARIANTS", "Case", "Towers", "within_budget"]
+
+# torch.compile breaks a tower into dozens of graphs and compiles them for minutes: these two run in a process of their
+# own, which can be ended at a time limit.
+ISOLATED = ("compile", "reduce_overhead")
+VARIANTS = ("eager_sdpa", "eager_flash", "opbyop_graph", "vitcg_replay", "vitcg_call", *ISOLATED)
+
+Runner = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Input of one call.
+
+    Attributes:
+        name: its name in workloads.json.
+        pixel_values: `[num_patches, patch_dim]`, seeded noise.
+        grid_thw: `[num_items, 3]` int64.
+        num_tokens: output rows.
+    """
+
+    name: str
+    pixel_values: torch.Tensor
+    grid_thw: torch.Tensor
+    num_tokens: int
+
+    @property
+    def num_patches(self) -> int:
+        """Rows into the tower."""
+        return self.pixel_values.shape[0]
+
+
+class Towers:
+    """One architecture with one set of weights, in the forms that the variants run; each is made when asked for."""
+
+    def __init__(self, name: str, device: torch.device, depth: int | None, tiny: bool) -> None:
+        self.name, self.device = name, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if tiny:
+            self.eager = testing.tiny_tower(name, dtype=self.dtype, device=device, seed=0)
+        else:
+            self.eager = testing.published_tower(name, depth=depth, dtype=self.dtype, device=device, seed=0)
+
+    @cached_property
+    def flash(self) -> torch.nn.Module:
+        """The eager tower with a packed flash attention."""
+        flash.register()
+        tower = copy.deepcopy(self.eager)
+        config: Any = tower.config
+        config._attn_implementation = flash.ATTENTION
+        return tower
+
+    @cached_property
+    def reference(self) -> torch.nn.Module:
+        """The eager tower in a format with far more digits: float32 for bfloat16, float64 for float32."""
+        return copy.deepcopy(self.eager).to(torch.float32 if self.dtype == torch.bfloat16 else torch.float64)
+
+    @cached_property
+    def vitcg(self) -> Any:
+        """The tower compiled by this package."""
+        return torch.compile(self.eager, backend="vitcg")
+
+    @cached_property
+    def stock(self) -> Any:
+        """The tower compiled by Inductor, as `torch.compile` does by default."""
+        return torch.compile(self.eager)
+
+    @cached_property
+    def reduce_overhead(self) -> Any:
+        """The tower compiled by Inductor with its own CUDA graphs."""
+        return torch.compile(self.eager, mode="reduce-overhead")
+
+    def case(self, name: str, grid: list[list[int]]) -> Case:
+        """Seeded noise for a layout."""
+        config: Any = self.eager.config
+        pixels, grid_thw = testing.make_inputs(self.eager, grid)
+        return Case(name, pixels, grid_thw, len(pixels) // config.spatial_merge_size**2)
+
+    def runner(self, variant: str, case: Case) -> Runner:
+        """The function to time. For `vitcg_replay` the case must have been called, and hit, just before."""
+        pixels, grid = case.pixel_values, case.grid_thw
+        if variant == "eager_sdpa":
+            return lambda: self.eager(pixels, grid)
+        if variant == "eager_flash":
+            return lambda: self.flash(pixels, grid)
+        if variant == "opbyop_graph":
+            given = flash.precompute(self.flash, grid)
+            # Modules pop what they use, so each run gets its own dictionary.
+            return _captured(lambda: self.flash(pixels, grid, **given), self.device)
+        if variant == "vitcg_call":
+            return lambda: self.vitcg(pixels, grid)
+        if variant == "vitcg_replay":
+            return testing.replay_of(self.vitcg)
+        if variant == "compile":
+            return lambda: self.stock(pixels, grid)
+        assert variant == "reduce_overhead", variant
+        return lambda: _marked(self.reduce_overhead, pixels, grid)
+
+
+def _marked(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+    """A call that says that the outputs of the last one are no longer needed, as this mode asks for."""
+    torch.compiler.cudagraph_mark_step_begin()
+    return tower(pixels, grid)
+
+
+def _captured(run: Runner, device: torch.device) -> Runner:
+    """`run` in a CUDA graph; the result's tensors are the graph's own. On a CPU `run` itself."""
+    if device.type != "cuda":
+        return run
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def within_budget(outputs: Any, eager: Any, reference: Any) -> tuple[bool, float]:
+    """Is the relative error against the reference at most twice eager's own, for each tensor?
+
+    Returns:
+        The answer, and the largest share of the allowed error that a tensor uses.
+    """
+    tensors = testing.check(outputs, eager, reference).tensors
+    worst = max(math.inf if tensor.problem else tensor.rms_error / tensor.rms_budget for tensor in tensors)
+    return worst <= 1, worst

@@ -1,0 +1,78 @@
+"""The distribution: what is installed, what it exports, and how torch finds the backend."""
+
+import importlib
+import importlib.metadata
+import importlib.resources
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import vitcg_backend
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def installed():
+    """The distribution's metadata; a source tree on PYTHONPATH has none."""
+    try:
+        return importlib.metadata.distribution("vitcg-backend")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vitcg-backend is not installed here")
+
+
+def test_every_public_name_exists():
+    """`__all__` holds no name that the package lacks."""
+    missing = [name for name in vitcg_backend.__all__ if not hasattr(vitcg_backend, name)]
+    assert missing == []
+    assert len(set(vitcg_backend.__all__)) == len(vitcg_backend.__all__)
+
+
+def test_version_is_the_one_in_pyproject():
+    """The package, its metadata and pyproject.toml agree."""
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
+    assert vitcg_backend.__version__ == version
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert installed().version == version
+
+
+def test_types_are_shipped():
+    """`py.typed` lies in the package, so that type checkers read its annotations."""
+    assert importlib.resources.files("vitcg_backend").joinpath("py.typed").is_file()
+
+
+def test_entry_point_is_the_backend():
+    """Torch's entry point group holds `vitcg`, and it is the function of backend.py."""
+    installed()
+    (entry,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="vitcg")
+    assert entry.value == "vitcg_backend.backend:vitcg"
+    assert entry.load() is importlib.import_module("vitcg_backend.backend").vitcg
+
+
+def test_torch_knows_the_backend_without_an_import_of_ours():
+    """`backend="vitcg"` is found by its name alone."""
+    installed()
+    program = (
+        "import torch, sys; assert 'vitcg' in torch.compiler.list_backends(); print('vitcg_backend' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "True False\n"
+
+
+def test_torch_is_the_only_hard_dependency():
+    """Everything else is an extra."""
+    required = [line for line in installed().requires or () if "extra ==" not in line]
+    assert [re.split(r"[^\w-]", line)[0] for line in required] == ["torch"]
+
+
+def test_import_is_light():
+    """`import vitcg_backend` brings in neither transformers nor triton, nor Dynamo or Inductor."""
+    program = (
+        "import torch, sys; before = set(sys.modules); import vitcg_backend; "
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} & {'transformers', 'triton'}), "
+        "'torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[] False\n"

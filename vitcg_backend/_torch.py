@@ -1,0 +1,271 @@
+"""Every private name of torch that this package uses, in one place, checked against torch 2.11, 2.13 and 2.14.
+
+Nothing else imports an underscored module of torch. A function here says which file it leans on, so that a change in a new
+torch shows up as one failing test (`tests/test_torch_versions.py`) and is mended in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import exc
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
+
+__all__ = [
+    "FakeTensorMode",
+    "ShapeEnv",
+    "TraceRestart",
+    "ambient_state",
+    "aot_trace",
+    "clear_dynamic_marks",
+    "compile_ordinary",
+    "compile_piece",
+    "current_trace",
+    "fresh_size",
+    "is_marked",
+    "mark_static",
+    "mark_tokens",
+    "mark_unbacked",
+    "new_size",
+    "on_compile_start",
+    "real_tensors",
+    "trace_artifact",
+    "unowned",
+]
+
+_MARKS = ("_dynamo_unbacked_indices", "_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices")
+
+
+# --- Dynamo: the trace that is going on -----------------------------------------------------------------------------
+
+
+class TraceRestart(exc.RestartAnalysis):
+    """Raised while Dynamo traces: start the same trace again (torch/_dynamo/convert_frame.py catches it)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, restart_reason=reason)
+
+
+def current_trace() -> Any:
+    """The innermost `InstructionTranslator` of this thread (torch/_dynamo/symbolic_convert.py), or None."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # outside a trace the thread-local has no `current_tx`
+        return None
+
+
+def on_compile_start(callback: Callable[..., None]) -> None:
+    """Call `callback` before each compile (torch/_dynamo/callback.py); `torch._dynamo.reset()` forgets it."""
+    from torch._dynamo.callback import callback_handler
+
+    if callback not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(callback)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Inside a trace: compute with real tensors, none of the tracer's modes on."""
+    with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+        yield
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Whether any axis of `tensor` is already marked dynamic or unbacked, by a user or by us."""
+    return any(getattr(tensor, mark, None) for mark in _MARKS)
+
+
+def mark_tokens(tensor: Tensor, axis: int) -> None:
+    """Make `axis` symbolic in the next trace, and every other axis a constant (also under ``dynamic=True``)."""
+    torch._dynamo.maybe_mark_dynamic(tensor, axis)
+    for other in range(tensor.dim()):
+        if other != axis:
+            torch._dynamo.mark_static(tensor, other)
+
+
+def mark_unbacked(tensor: Tensor, axis: int) -> None:
+    """Give `axis` a size with no hint, so that 1 is not special (torch/_dynamo/decorators.py)."""
+    torch._dynamo.decorators.mark_unbacked(tensor, axis)
+
+
+def mark_static(tensor: Tensor) -> None:
+    """Keep every axis of `tensor` a constant."""
+    torch._dynamo.mark_static(tensor)
+
+
+def clear_dynamic_marks(tensor: Tensor) -> None:
+    """Take the marks of `mark_tokens` and `mark_unbacked` off a tensor that belongs to a caller."""
+    for mark in (*_MARKS, "_dynamo_static_indices"):
+        if hasattr(tensor, mark):
+            delattr(tensor, mark)
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def fresh_size() -> Any:
+    """In a fake implementation: a size nobody knows yet (`get_ctx().new_dynamic_size()` without its global flag)."""
+    shape_env = torch.library.get_ctx()._shape_env
+    size = shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
+def new_size(shape_env: ShapeEnv, name: str, hint: int) -> tuple[Any, Any]:
+    """A backed size in a private `ShapeEnv`: (its sympy symbol, its SymInt)."""
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    return symbol, shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+
+# --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------
+
+
+class _Traced(Exception):
+    """Carries the ATen graph out of AOTAutograd before anything is compiled."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        super().__init__("traced")
+
+
+def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """The ATen graph of `gm` for inference: functional, decomposed for Inductor, `meta["val"]` on every node.
+
+    Args:
+        gm: a module on torch level whose placeholders take `fakes`.
+        fakes: fake tensors and SymInts of `mode`.
+        mode: the fake mode, with its private `ShapeEnv`.
+
+    Raises:
+        whatever AOTAutograd raises for a graph that it cannot trace.
+
+    Source: `aot_module_simplified` (torch/_functorch/aot_autograd.py); 2.11 and 2.13 differ in the keywords left out here.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._inductor.decomposition import select_decomp_table
+
+    def stop(aten: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        raise _Traced(aten)
+
+    context = torch._guards.TracingContext(mode)
+    try:
+        with torch._guards.tracing(context), torch.no_grad():
+            aot_module_simplified(
+                gm,
+                list(fakes),
+                fw_compiler=stop,
+                inference_compiler=stop,
+                decompositions=select_decomp_table(),
+                keep_inference_input_mutations=True,
+            )
+    except _Traced as traced:
+        for node in traced.gm.graph.nodes:
+            if node.op == "get_attr" and "val" not in node.meta:
+                node.meta["val"] = getattr(traced.gm, node.target)
+        return traced.gm
+    raise RuntimeError("AOTAutograd handed no graph to its compiler")
+
+
+def compile_piece(gm: fx.GraphModule, mode: FakeTensorMode) -> Callable[[list[Any]], Sequence[Tensor]]:
+    """Compile an ATen graph with Inductor: a function of one list (``[n, tensor, ...]``) that returns the outputs.
+
+    Source: `compile_fx_inner` and `_recursive_joint_graph_passes` (torch/_inductor/compile_fx.py). Output strides follow the
+    traced ones, because the next piece was traced with them.
+    """
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    context = torch._guards.TracingContext(mode)
+    with V.set_fake_mode(mode), torch._guards.tracing(context), V.set_choices_handler(_choices()), torch.no_grad():
+        _recursive_joint_graph_passes(gm)
+        return compile_fx_inner(gm, inputs, is_inference=True, cudagraphs=BoxedBool(False))
+
+
+def compile_ordinary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor on a whole Dynamo graph, with its backward where gradients are wanted (torch/_inductor/compile_fx.py)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs))
+
+
+def _choices() -> Any:
+    """Inductor's heuristics, except that a row of up to 8192 elements is reduced in one pass.
+
+    The stock threshold for an inner reduction is 1024 elements; layer norms of vision towers are 1152 to 5632 wide and
+    run about twice as long in a loop (torch/_inductor/choices.py, `should_use_persistent_reduction`).
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    class VisionChoices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
+                return True
+            if cooperative_reduction or features.get_reduction_hint() != ReductionHint.INNER:
+                return False
+            return V.graph.sizevars.statically_known_leq(features.reduction_numel, 8192)
+
+    return VisionChoices()
+
+
+def ambient_state() -> tuple[Any, ...]:
+    """Modes that change what a trace records: autocast."""
+    autocast = tuple(
+        (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
+    )
+    return autocast
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """A tensor over the same CUDA memory that does not own it, so that the graph pool may hand it out again.
+
+    Source: what torch/_inductor/cudagraph_trees.py does with the outputs of a captured graph.
+    """
+    storage = tensor.untyped_storage()
+    weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    with torch.inference_mode(False):
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return view.set_(weak, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+# --- dumps ----------------------------------------------------------------------------------------------------------
+
+
+def trace_artifact(name: str, gm: fx.GraphModule) -> str:
+    """Show a graph to ``TORCH_TRACE`` and to depyf, and return its text.
+
+    depyf hooks `torch._dynamo.utils.lazy_format_graph_code`; tlparse shows what `trace_structured` is given.
+    """
+    from torch._dynamo import utils
+    from torch._logging import trace_structured
+
+    text = gm.print_readable(print_output=False)
+    str(utils.lazy_format_graph_code(name, gm))
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
+    return text
+
+
+log = logging.getLogger("vitcg_backend")

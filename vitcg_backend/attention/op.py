@@ -1,0 +1,189 @@
+"""The operator ``vitcg::varlen_attention``: what a packed attention call is lowered to while a graph is traced.
+
+    varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float? scale, SymInt? max_seqlen=None) -> Tensor
+
+Non-causal attention of each row of q ``[rows, heads, head_dim]`` to the rows of k ``[rows, kv_heads, head_dim]`` and v
+``[rows, kv_heads, value_dim]`` of its segment; ``cu_seqlens`` are the prefix sums of the segment lengths, int32 or
+int64 ``[segments + 1]``, that end at ``rows``. The result is a new contiguous ``[rows, heads, value_dim]`` tensor.
+``scale`` None is ``head_dim ** -0.5``; ``max_seqlen`` bounds the rows of a segment (None: the rows of q).
+
+On the CPU the result equals the eager tower's per-segment SDPA bit for bit, and lengths that do not add up raise what
+`torch.split` raises. On CUDA torch's varlen kernels run without a wait for the device: FlashAttention 2 for half
+precision, the memory-efficient kernel for float32, per-segment SDPA (which does wait) for what neither takes.
+First-order gradients and autocast act as those of scaled_dot_product_attention do. Importing this module registers the
+operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .aten import efficient_unusable, efficient_varlen, flash_unusable, flash_varlen, flash_varlen_backward
+from .base import check_tensors
+from .segments import attention_by_segment, gradients_by_segment
+
+__all__ = ["VARLEN_ATTENTION", "VARLEN_ATTENTION_BACKWARD"]
+
+_LIBRARY = torch.library.Library("vitcg", "FRAGMENT")
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float? scale, SymInt? max_seqlen=None"
+_LIBRARY.define(f"varlen_attention({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(
+    f"varlen_attention_backward(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+VARLEN_ATTENTION = torch.ops.vitcg.varlen_attention.default
+VARLEN_ATTENTION_BACKWARD = torch.ops.vitcg.varlen_attention_backward.default
+
+_Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+    """Shapes only, so that it also runs on fake tensors.
+
+    Raises:
+        ValueError: q, k, v do not belong together, or cu_seqlens is not a flat int32 or int64 tensor.
+    """
+    check_tensors(q, k, v, q.shape[0], strides=False)
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens must be a flat int32 or int64 tensor, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+
+
+# --- forward --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.impl(_LIBRARY, "varlen_attention", "CPU")
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
+) -> Tensor:
+    _check(q, k, v, cu_seqlens)
+    return attention_by_segment(q, k, v, cu_seqlens, scale)
+
+
+@torch.library.impl(_LIBRARY, "varlen_attention", "CUDA")
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
+) -> Tensor:
+    _check(q, k, v, cu_seqlens)
+    longest = q.shape[0] if max_seqlen is None else max_seqlen
+    if q.numel() == 0:
+        return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    if _flash_takes(q, k, v):
+        return flash_varlen(q, k, v, cu_seqlens.to(q.device, torch.int32), longest, scale)
+    if _last_axis_contiguous(q, k, v) and efficient_unusable(q.device, q.dtype, _odd_dim(q, v)) is None:
+        return efficient_varlen(q, k, v, cu_seqlens.to(q.device, torch.int32), longest, scale)
+    return attention_by_segment(q, k, v, cu_seqlens, scale)
+
+
+def _flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    same_dim = q.shape[2] == v.shape[2]
+    return same_dim and _last_axis_contiguous(q, k, v) and flash_unusable(q.device, q.dtype, q.shape[2]) is None
+
+
+def _last_axis_contiguous(*tensors: Tensor) -> bool:
+    return all(x.stride(2) == 1 for x in tensors)
+
+
+def _odd_dim(q: Tensor, v: Tensor) -> int:
+    """One of the two head sizes: that of the values when it is the less even one."""
+    return min(q.shape[2], v.shape[2], key=lambda dim: dim & -dim)
+
+
+@torch.library.register_fake("vitcg::varlen_attention", lib=_LIBRARY)
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
+) -> Tensor:
+    _check(q, k, v, cu_seqlens)
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+
+
+# --- backward: an operator too, because its loop over segments cannot be traced ---------------------------------------
+
+
+@torch.library.impl(_LIBRARY, "varlen_attention_backward", "CPU")
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None,
+    max_seqlen: int | None = None,
+) -> _Gradients:
+    with torch.autocast(q.device.type, enabled=False):
+        return gradients_by_segment(grad, q, k, v, cu_seqlens, scale)
+
+
+@torch.library.impl(_LIBRARY, "varlen_attention_backward", "CUDA")
+def _cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None,
+    max_seqlen: int | None = None,
+) -> _Gradients:
+    if q.numel() and _flash_takes(q, k, v):
+        # Its workspace grows with segments x longest: the true length is worth a wait for the device here.
+        longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+        return flash_varlen_backward(grad, q, k, v, cu_seqlens.to(q.device, torch.int32), longest, scale)
+    return _cpu_backward(grad, q, k, v, cu_seqlens, scale)
+
+
+@torch.library.register_fake("vitcg::varlen_attention_backward", lib=_LIBRARY)
+def _fake_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float | None,
+    max_seqlen: int | None = None,
+) -> _Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, v, cu_seqlens, ctx.scale, ctx.max_seqlen = inputs
+    ctx.save_for_backward(q, k, v, cu_seqlens)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = VARLEN_ATTENTION_BACKWARD(grad, *ctx.saved_tensors, ctx.scale, ctx.max_seqlen)
+    return dq, dk, dv, None, None, None
+
+
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("vitcg::varlen_attention has first-order gradients only")
+
+
+torch.library.register_autograd("vitcg::varlen_attention", _differentiate, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("vitcg::varlen_attention_backward", _refuse, lib=_LIBRARY)
+
+
+# --- autocast -------------------------------------------------------------------------------------------------------
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    """Cast q, k and v as autocast casts those of SDPA; torch's own `register_autocast` knows only one fixed dtype."""
+
+    def autocast(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+        # float64 is not eligible (aten/src/ATen/autocast_mode.h, `is_eligible`).
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device_type, enabled=False):
+            return VARLEN_ATTENTION(q, k, v, cu_seqlens, scale, max_seqlen)
+
+    _LIBRARY.impl("varlen_attention", autocast, key)
+
+
+_register_autocast("cpu", "AutocastCPU")
+_register_autocast("cuda", "AutocastCUDA")

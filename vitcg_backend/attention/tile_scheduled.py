@@ -1,0 +1,162 @@
+"""Our own packed attention in Triton: launches the kernel of `triton_kernel` over the table of `tiles`.
+
+Its cost follows the segments of the call, not the bounds of the bucket: empty segments and a generous ``longest`` are
+free. Table and grid are fixed by the bounds, so one capture serves every layout that fits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import tiles
+from .base import SegmentBounds, VarlenKernel, check_tensors, checked_cu_seqlens
+
+__all__ = ["TileConfig", "TileScheduledKernel", "split_head", "tile_config"]
+
+_UNIT = 8  # elements: 16 bytes of half precision, the widest load of a thread and the step of a TMA stride
+_PROGRAMS = 132  # multiprocessors of an H200; fewer programs of a tile's height than this leave some of them idle
+_SPARE_TILES = 16  # programs beyond those for full tiles; what still remains, the programs take in turn
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How the kernel is compiled: query rows and keys of a block, warps of a program, stages of the loads' pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+_SMALL = TileConfig(64, 64, 4, 2)
+
+
+def tile_config(head_dim: int, heads: int, bounds: SegmentBounds, *, bulk: bool) -> TileConfig:
+    """The configuration that was fastest on an H200 for segments about as long as ``bounds.longest``.
+
+    Args:
+        head_dim: head size.
+        heads: query heads.
+        bounds: the bucket's bounds.
+        bulk: blocks are loaded by TMA; without it only the configuration with the smallest footprint is used.
+    """
+    longest = bounds.longest
+    if not bulk or longest <= 64 or -(-bounds.rows // 128) * heads < _PROGRAMS:
+        return _SMALL
+    if head_dim <= 64:
+        return _SMALL
+    if head_dim == 80:  # 64 + 16 without a masked column
+        return _SMALL if longest <= 8192 else TileConfig(128, 64, 4, 3)
+    if head_dim < 80:
+        if longest <= 1024:
+            return TileConfig(128, 64, 8, 2 if longest <= 256 else 3)
+        return TileConfig(128, 64, 4, 3)
+    if head_dim <= 96:
+        return TileConfig(128, 64, 4, 3)
+    return _SMALL if longest <= 2048 else TileConfig(128, 64, 8, 3)
+
+
+def split_head(head_dim: int) -> tuple[int, int]:
+    """The head size as two widths for `tl.dot`, powers of two from 16 on (the second may be 0).
+
+    Examples: 64 -> (64, 0), 72 and 80 -> (64, 16), 88 and 96 -> (64, 32), 128 -> (128, 0).
+    """
+    whole = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - whole
+    return whole, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+@functools.cache
+def _import_triton() -> tuple[Any, Any, str | None]:
+    """The kernel, the class of host tensor descriptors, and None; or two Nones and why triton cannot be imported."""
+    try:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from .triton_kernel import attention_kernel
+    except Exception as error:  # a broken triton raises more than ImportError
+        return None, None, f"triton cannot be imported ({type(error).__name__}: {error})"
+    return attention_kernel, TensorDescriptor, None
+
+
+def _bulk_loads(*tensors: Tensor) -> bool:
+    """Whether TMA can read all of `tensors` in place: a device that has it, and 16-byte aligned addresses and strides.
+
+    Limited to the architectures whose shared memory holds every configuration (9.x and 10.x).
+    """
+    if tensors[0].device.type == "cuda" and torch.cuda.get_device_capability(tensors[0].device)[0] not in (9, 10):
+        return False
+    return all(
+        x.data_ptr() % 16 == 0 and all(s > 0 and s * x.itemsize % 16 == 0 for s in x.stride()[:2]) for x in tensors
+    )
+
+
+class TileScheduledKernel(VarlenKernel):
+    """Packed attention in Triton over a tile table made on the host."""
+
+    name: ClassVar[str] = "triton"
+    capturable: ClassVar[bool] = True
+    needs_longest: ClassVar[bool] = False
+
+    def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Half precision on an NVIDIA GPU of compute capability 8.0, head sizes in steps of 8 from 16 to 128."""
+        if device.type != "cuda" or torch.version.cuda is None:
+            return f"the Triton kernel needs an NVIDIA GPU, not {device.type}"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"the Triton kernel needs float16 or bfloat16, not {dtype}"
+        if head_dim % 8 or not 16 <= head_dim <= 128:
+            return f"the Triton kernel needs a head size from 16 to 128 that is a multiple of 8, not {head_dim}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return f"the Triton kernel needs compute capability 8.0 or more ({torch.cuda.get_device_name(device)})"
+        return _import_triton()[2]
+
+    def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
+        """The tile table, int32 ``[tiles, 4]``; rows after the last segment are a padded tail."""
+        return tiles.tile_table(checked_cu_seqlens(cu_seqlens, bounds, cover=False), bounds)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
+        """As `VarlenKernel.forward`, for values of the same head size as the keys."""
+        check_tensors(q, k, v, bounds.rows)
+        rows, heads, head_dim = q.shape
+        if v.shape[2] != head_dim:
+            raise ValueError(f"attention 'triton' needs values of the keys' head size {head_dim}, not {v.shape[2]}")
+        out = q.new_empty((rows, heads, head_dim))
+        if out.numel() == 0:
+            return out
+        kernel, descriptor, reason = _import_triton()
+        if reason is not None:
+            raise RuntimeError(reason)
+
+        bulk = _bulk_loads(q, k, v)
+        config = tile_config(head_dim, heads, bounds, bulk=bulk)
+        d0, d1 = split_head(head_dim)
+
+        def describe(x: Tensor, height: int, width: int) -> Any:
+            if not bulk or width == 0:
+                return None
+            return descriptor(x, [x.shape[1], rows, head_dim], [x.stride(1), x.stride(0), 1], [1, height, width])
+
+        strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
+        unit = _UNIT if all(stride % _UNIT == 0 for stride in strides) else 1
+        full_tiles = -(-rows // config.block_m)
+        programs = min(full_tiles + _SPARE_TILES, tiles.capacity(bounds, config.block_m)) * heads
+        with torch.cuda.device_of(q):
+            kernel[(programs,)](
+                q, k, v, out, metadata[tiles.section_start(bounds, config.block_m) :],
+                describe(q, config.block_m, d0), describe(q, config.block_m, d1),
+                describe(k, config.block_n, d0), describe(k, config.block_n, d1),
+                describe(v, config.block_n, d0), describe(v, config.block_n, d1),
+                *(stride // unit for stride in strides),
+                abs(scale) * math.log2(math.e),
+                HEADS=heads, GROUPS=heads // k.shape[1], DIM=head_dim, D0=d0, D1=d1,
+                UNIT=unit, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
+                TMA=bulk, NEGATIVE=scale < 0,
+                num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+        return out

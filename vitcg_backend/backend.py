@@ -1,0 +1,166 @@
+"""The life of a compile: what happens between Dynamo handing over a graph and a call of it.
+
+::
+
+    graph ─▶ gradients wanted?            ─▶ ordinary compile (right gradients, no capture)
+          ─▶ passes (passes/__init__.py)  ─▶ CompiledTower (runtime.py)
+          └▶ cannot be taken apart        ─▶ ordinary compile, with a reason that is counted
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import _torch, lowering
+from .attention import KERNELS, VarlenKernel, choose
+from .debug import Dump
+from .errors import AttentionUnavailable, Refused
+from .options import Options
+from .passes import CompiledBody, Ineligible, PieceCache, compile_body
+from .runtime import CompiledTower
+from .counters import CallRecord, Stats, combine
+
+__all__ = ["replay_of", "reset", "stats", "vitcg"]
+
+log = _torch.log
+_cache = PieceCache()
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def vitcg(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend: ``torch.compile(tower, backend="vitcg", options={...})``.
+
+    Args:
+        gm: the graph that Dynamo traced; parameters are inputs of it.
+        example_inputs: its first real inputs.
+        options: see `vitcg_backend.Options`.
+        mode: must be left out.
+
+    Returns:
+        What Dynamo calls with the inputs of the graph.
+
+    Raises:
+        OptionError: an unknown option or a value that is not allowed.
+        AttentionUnavailable: the attention asked for by name cannot run here.
+        Refused: under ``strict=True``, the graph is not bucketed.
+    """
+    parsed = Options.parse(options, mode)
+    lowering.install()
+    counters = Stats(graphs=1)
+    dump = Dump(parsed.dump_dir)
+    tensors = [t for t in example_inputs if isinstance(t, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _ordinary(gm, example_inputs, parsed, counters, "gradients", "gradients are wanted")
+    compiled = _cache.compiled
+    try:
+        with torch.inference_mode(False):
+            body = compile_body(_copy(gm), options=parsed, cache=_cache, dump=dump)
+    except Ineligible as error:
+        return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
+    counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
+    if body.refusal is not None:
+        counters.refusals[body.refusal.reason] = body.refusal.detail
+        if parsed.strict:
+            raise Refused(body.refusal.reason, body.refusal.detail)
+    tower = CompiledTower(body, _kernel(body, parsed), parsed, counters)
+    _live.add(tower)
+    return tower
+
+
+def _kernel(body: CompiledBody, options: Options) -> VarlenKernel | None:
+    """The one attention kernel of a body; a head size or dtype that it cannot do makes it the next one's."""
+    if not body.program.attention:
+        return None
+    chosen = [choose(options.attention, *entry) for entry in body.program.attention]
+    for kernel in (*dict.fromkeys(chosen), *KERNELS.values()):
+        if all(kernel.unusable(*entry) is None for entry in body.program.attention):
+            return kernel
+    raise AttentionUnavailable(f"no attention kernel serves all of {body.program.attention}")
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that the passes may change: Dynamo's own graph stays for the ordinary path."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    return fx.GraphModule(gm, graph)
+
+
+class _Ordinary:
+    """A graph on the ordinary path, with its calls counted."""
+
+    def __init__(self, function: Callable[..., Any], counters: Stats, reason: str, tensors: Sequence[Tensor]) -> None:
+        self.function, self.stats, self.reason = function, counters, reason
+        self._owners = [weakref.ref(t) for t in tensors]
+
+    def __call__(self, *args: Any) -> Any:
+        self.stats.record(CallRecord(False, self.reason, 0, 0, 0, None, 0.0))
+        return self.function(*args)
+
+    def belongs_to(self, tensors: set[int]) -> bool:
+        """Whether it was compiled for any tensor of these ids."""
+        return any(id(ref()) in tensors for ref in self._owners if ref() is not None)
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+
+def _ordinary(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, counters: Stats, reason: str, detail: str
+) -> Callable[..., Any]:
+    """The same lowered graph through Inductor, or operator by operator with ``inner="eager"``."""
+    log.info("vitcg takes the ordinary path [%s]: %s", reason, detail)
+    counters.refusals[reason] = detail
+    if options.strict:
+        raise Refused(reason, detail)
+    function: Callable[..., Any] = gm.forward
+    if options.inner == "inductor":
+        function = _torch.compile_ordinary(gm, example_inputs)
+    owners = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)][:8]
+    ordinary = _Ordinary(function, counters, reason, owners)
+    _live.add(ordinary)
+    return ordinary
+
+
+def stats(tower: torch.nn.Module | None = None) -> Stats:
+    """Counters of a tower (compiled or not, the same parameters count), or of everything with ``tower=None``.
+
+    A snapshot: take it again after more calls.
+    """
+    parts = list(_live)
+    if tower is not None:
+        owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
+        parts = [part for part in parts if part.belongs_to(owned)]
+    return combine([part.stats for part in parts])
+
+
+def replay_of(tower: torch.nn.Module) -> Callable[[], None]:
+    """The CUDA graph that `tower` replayed last, as a function of nothing (no copies in or out): for benchmarks."""
+    owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
+    for part in _live:
+        if isinstance(part, CompiledTower) and part.belongs_to(owned):
+            return part.replay_last()
+    raise RuntimeError("this tower has no capture: compile it with backend='vitcg' and call it once")
+
+
+def reset() -> None:
+    """Give back every capture, static buffer, layout and compiled piece; `torch._dynamo.reset()` calls it."""
+    for part in list(_live):
+        part.clear()
+    _cache.pieces.clear()
+
+
+vitcg.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() looks for it
+lowering.install()
+_torch.on_compile_start(lowering.install)

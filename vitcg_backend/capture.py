@@ -1,0 +1,304 @@
+"""Captures: a body with static inputs for one bucket, replayed as a CUDA graph, or called on a CPU under the same rules.
+
+Note [Lifetime of the static memory]
+    Inputs live in an `Arena` that all buckets of a tower share: each call writes all that it reads. Outputs of a graph are
+    memory of the graph pool; no tensor owns them after the capture, so that the next capture in the pool may reuse it: one
+    replay runs at a time and its results are copied out, in stream order, before the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch
+from .attention import SegmentBounds, VarlenKernel
+from .bucketing import Bucket
+from .layouts import LayoutValues
+from .passes import CompiledBody
+from .passes.program import AttentionStep
+
+__all__ = ["Arena", "Capture", "run_body"]
+
+_serial = itertools.count()
+
+
+def run_body(
+    body: CompiledBody,
+    kernel: VarlenKernel | None,
+    args: Sequence[Any],
+    n: int,
+    tensors: Sequence[Tensor],
+    segments: dict[int, Tensor],
+    bounds: dict[int, SegmentBounds],
+) -> list[Any]:
+    """Run the program of a body: pieces and attention in order.
+
+    Args:
+        body: the compiled graph.
+        kernel: its attention.
+        args: arguments of the call (static ones in a capture).
+        n: output tokens.
+        tensors: metadata tensors for ``n * unit`` rows.
+        segments: metadata index -> attention metadata.
+        bounds: metadata index -> its bounds.
+
+    Returns:
+        The results of the graph, in order.
+    """
+    program = body.program
+    slots: list[Any] = [None] * program.num_slots
+    for slot, position in program.arguments:
+        slots[slot] = args[position]
+    for slot, tensor in zip(program.metadata, tensors, strict=True):
+        slots[slot] = tensor
+    functions = body.functions
+    for step in program.steps:
+        if isinstance(step, AttentionStep):
+            assert kernel is not None  # a program with attention has a kernel
+            slots[step.output] = kernel.forward(
+                slots[step.query],
+                slots[step.key],
+                slots[step.value],
+                segments[step.segments],
+                bounds[step.segments],
+                step.scale,
+            )
+        else:
+            results = functions[step.piece]([n, *[slots[i] for i in step.inputs]])
+            for slot, result in zip(step.outputs, results, strict=True):
+                slots[slot] = result
+            results = None
+        for slot in step.free:
+            slots[slot] = None
+    return [_result(kind, what, slots, args, tensors) for kind, what in program.outputs]
+
+
+def _result(kind: str, what: Any, slots: list[Any], args: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+    if kind == "slot":
+        return slots[what]
+    if kind == "argument":
+        return args[what]
+    return tensors[what] if kind == "metadata" else what
+
+
+class Arena:
+    """Static input buffers by name, shared by the buckets of a tower; a larger request gets a new buffer."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+        self.owner: Any = None
+
+    def view(self, name: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+        """A zero-initialised buffer's view of this shape and stride (elements)."""
+        size = 1 + sum((s - 1) * t for s, t in zip(shape, stride, strict=True)) if all(shape) else 0
+        key = (name, dtype, device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.zeros(size, dtype=dtype, device=device)
+        return buffer.as_strided(tuple(shape), tuple(stride))
+
+    def clear(self) -> None:
+        """Drop the buffers; captures that use them keep theirs."""
+        self._buffers.clear()
+        self.owner = None
+
+
+@dataclass
+class _Output:
+    """Where a result's real rows are: (index of the result, its token axis, rows per n)."""
+
+    axis: int | None
+    rows: int
+
+
+class Capture:
+    """One captured size of a body.
+
+    Args:
+        body: the compiled graph, every piece proved.
+        kernel: its attention.
+        bucket: the size.
+        args: arguments of a call: their shapes, dtypes and device. Nothing of them is kept.
+        values: a layout padded to the bucket.
+        arena: where the static inputs live.
+    """
+
+    def __init__(
+        self,
+        body: CompiledBody,
+        kernel: VarlenKernel | None,
+        bucket: Bucket,
+        args: Sequence[Any],
+        values: LayoutValues,
+        arena: Arena,
+    ) -> None:
+        self.body, self.kernel, self.bucket, self.arena = body, kernel, bucket, arena
+        self.serial = next(_serial)
+        self.bounds = values.bounds
+        self.device = args[body.bound.pixels].device
+        self.capture_s = 0.0
+        self.graph: Any = None
+        self._results: list[Any] = []
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_inputs(args, values)
+        self._outputs = [self._output(v) for v in body.program.output_values]
+
+    def _make_inputs(self, args: Sequence[Any], values: LayoutValues) -> None:
+        bound, n = self.body.bound, self.bucket.tokens
+        pixels = args[bound.pixels]
+        shape = list(pixels.shape)
+        shape[bound.pixel_axis] = self.bucket.patches
+        self.pixels = self._buffer("pixels", shape, _contiguous(shape), pixels.dtype)
+        self.tensors: list[Tensor] = []
+        self.copied: list[int] = []
+        for index, (node, tensor) in enumerate(zip(self.body.hoisted.metadata, values.tensors, strict=True)):
+            if index in values.segments and self._only_segments(index):
+                self.tensors.append(tensor)  # read by attention alone, through its own metadata
+                continue
+            fake = node.meta["val"]
+            sizes = [_size(bound.symbols, s, n) for s in fake.shape]
+            strides = [_size(bound.symbols, s, n) for s in fake.stride()]
+            self.tensors.append(self._buffer(("metadata", index), sizes, strides, tensor.dtype))
+            self.copied.append(index)
+        self.segments = {
+            index: self._buffer(("segments", index), t.shape, _contiguous(t.shape), t.dtype)
+            for index, t in values.segments.items()
+        }
+
+    def _buffer(self, name: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.arena.view(name, shape, stride, dtype, self.device)
+
+    def _only_segments(self, index: int) -> bool:
+        slot = self.body.program.metadata[index]
+        read = any(slot in getattr(step, "inputs", ()) for step in self.body.program.steps)
+        return not read and ("metadata", index) not in self.body.program.outputs
+
+    def _output(self, fake: Any) -> _Output:
+        symbols = self.body.bound.symbols
+        if isinstance(fake, Tensor):
+            for axis, size in enumerate(fake.shape):
+                if symbols.depends(size):
+                    form = symbols.linear(size)
+                    assert form is not None  # the proof refuses results with other sizes
+                    return _Output(axis, form[0])
+        return _Output(None, 0)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the static inputs that this size uses (shared with other sizes) and of its outputs."""
+        tensors = [self.pixels, *self.segments.values(), *(self.tensors[i] for i in self.copied)]
+        tensors += [r for r in self._results if isinstance(r, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def write(self, args: Sequence[Any], values: LayoutValues, rows: int) -> None:
+        """Copy a call's pixels and its layout's metadata into the static inputs (not the metadata of the last call again)."""
+        self.pixels.narrow(self.body.bound.pixel_axis, 0, rows).copy_(args[self.body.bound.pixels], non_blocking=True)
+        if self.arena.owner == (self.serial, values.serial):
+            return
+        targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())
+        sources = [values.tensors[i] for i in self.copied] + list(values.segments.values())
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        self.arena.owner = (self.serial, values.serial)
+
+    def fill_tail(self, rows: int, value: float) -> None:
+        """Set the padded pixel rows."""
+        axis = self.body.bound.pixel_axis
+        if self.pixels.dtype.is_floating_point and rows < self.bucket.patches:
+            self.pixels.narrow(axis, rows, self.bucket.patches - rows).fill_(value)
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """The body on the static inputs and a call's parameters, uncaptured."""
+        static = list(args)
+        static[self.body.bound.pixels] = self.pixels
+        n = self.bucket.tokens
+        return run_body(self.body, self.kernel, static, n, self.tensors, self.segments, self.bounds)
+
+    def record(self, args: Sequence[Any], pool: Any) -> None:
+        """Warm up on a side stream, then capture into `pool`; on a CPU only warm up.
+
+        Raises:
+            Exception: what made the capture impossible; the stream is out of capture mode by then.
+        """
+        start = time.perf_counter()
+        if self.device.type != "cuda":
+            self._results = self.run(args)
+        else:
+            with torch.cuda.device(self.device):
+                self._record_cuda(args, pool)
+        self.capture_s = time.perf_counter() - start
+
+    def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self.run(args)  # compiles and loads what is lazy, and sizes workspaces, outside the capture
+            side.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = self.run(args)
+            except BaseException:
+                _end_failed_capture(graph)
+                raise
+            graph.capture_end()
+        current.wait_stream(side)
+        self.graph = graph
+        self._results = [_torch.unowned(r) if self._is_pooled(r, args) else r for r in results]
+
+    def _is_pooled(self, result: Any, args: Sequence[Any]) -> bool:
+        if not isinstance(result, Tensor):
+            return False
+        inputs = {t.untyped_storage().data_ptr() for t in (*args, *self.tensors, self.pixels) if isinstance(t, Tensor)}
+        return result.untyped_storage().data_ptr() not in inputs
+
+    def replay(self, args: Sequence[Any]) -> None:
+        """Run the body on the static inputs; results are in the static outputs, in stream order."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._results = self.run(args)
+
+    def real_rows(self, rows: int) -> list[Any]:
+        """Views of the static outputs' real rows."""
+        tokens = rows // self.body.bound.symbols.unit
+        return [
+            r if o.axis is None else r.narrow(o.axis, 0, tokens * o.rows)
+            for r, o in zip(self._results, self._outputs, strict=True)
+        ]
+
+
+def _end_failed_capture(graph: Any) -> None:
+    """Leave capture mode after an error inside it; what this raises is a consequence of that error."""
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        _torch.log.debug("capture_end after a failed capture: %s", error)
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return strides[::-1]
+
+
+def _size(symbols: Any, size: Any, n: int) -> int:
+    form = symbols.linear(size)
+    assert form is not None  # `prove_padding` refuses pieces with other sizes
+    return form[0] * n + form[1]
+
+
+def clone(result: Any) -> Any:
+    """A result that belongs to the caller."""
+    return result.clone() if isinstance(result, Tensor) else result
+
+

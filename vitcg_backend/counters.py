@@ -1,0 +1,137 @@
+"""What happened: counters of one compiled tower, and of every tower together."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+__all__ = ["BucketStats", "CallRecord", "Stats"]
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call.
+
+    Attributes:
+        hit: a bucket was replayed.
+        reason: why not, when `hit` is false.
+        num_items: images and videos of the call.
+        num_patches: rows into the tower.
+        num_tokens: rows out, after the spatial merge.
+        bucket_tokens: budget of the bucket that was used.
+        padded_fraction: padded rows over the bucket's rows, 0 without a bucket.
+    """
+
+    hit: bool
+    reason: str | None
+    num_items: int
+    num_patches: int
+    num_tokens: int
+    bucket_tokens: int | None
+    padded_fraction: float
+
+
+@dataclass
+class BucketStats:
+    """One bucket: how often it was used and what it cost.
+
+    Attributes:
+        hits: replays.
+        captures: captures, more than one when weights moved or a capacity grew.
+        capture_s: seconds of all captures, self-checks included.
+        static_bytes: bytes of its static inputs and outputs.
+        tokens: real output tokens served.
+        padded_tokens: padded output tokens computed beside them.
+    """
+
+    hits: int = 0
+    captures: int = 0
+    capture_s: float = 0.0
+    static_bytes: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+
+
+@dataclass
+class Stats:
+    """Counters. `calls == hits + sum(fallbacks.values())` always holds.
+
+    Attributes:
+        calls: calls that reached the backend.
+        hits: calls served by a bucket.
+        captures: buckets captured (on a CPU: static buffers built).
+        recaptures: captures repeated because parameters moved.
+        evictions: buckets dropped for the memory limit.
+        graphs: graphs Dynamo handed over.
+        pieces: pieces of those graphs, between attention calls.
+        unique_pieces: pieces that had to be compiled; the rest shared one.
+        layouts: layouts whose metadata is kept.
+        fallbacks: reason -> calls that took a slower path for it.
+        refusals: reason -> text, for graphs or buckets refused for good.
+        buckets: budget in output tokens -> its counters.
+        last: the latest call.
+    """
+
+    calls: int = 0
+    hits: int = 0
+    captures: int = 0
+    recaptures: int = 0
+    evictions: int = 0
+    graphs: int = 0
+    pieces: int = 0
+    unique_pieces: int = 0
+    layouts: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    refusals: dict[str, str] = field(default_factory=dict)
+    buckets: dict[int, BucketStats] = field(default_factory=dict)
+    last: CallRecord | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def record(self, call: CallRecord) -> None:
+        """Count one call."""
+        with self._lock:
+            self.calls += 1
+            self.last = call
+            if not call.hit:
+                self.fallbacks[call.reason or "unknown"] += 1
+                return
+            self.hits += 1
+            assert call.bucket_tokens is not None  # a hit has a bucket
+            bucket = self.buckets.setdefault(call.bucket_tokens, BucketStats())
+            bucket.hits += 1
+            bucket.tokens += call.num_tokens
+            bucket.padded_tokens += call.bucket_tokens - call.num_tokens
+
+    @property
+    def padded_fraction(self) -> float:
+        """Padded over computed output tokens, of all hits."""
+        padded = sum(bucket.padded_tokens for bucket in self.buckets.values())
+        total = padded + sum(bucket.tokens for bucket in self.buckets.values())
+        return padded / total if total else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"calls {self.calls}, hits {self.hits}, captures {self.captures} ({self.recaptures} again), "
+            f"graphs {self.graphs}, pieces {self.pieces} ({self.unique_pieces} unique), padding {self.padded_fraction:.1%}"
+        ]
+        lines += [f"  bucket {tokens:6d} tokens: {bucket.hits} hits" for tokens, bucket in sorted(self.buckets.items())]
+        lines += [f"  fallback {reason}: {count}" for reason, count in self.fallbacks.most_common()]
+        lines += [f"  refused {reason}: {text}" for reason, text in self.refusals.items()]
+        return "\n".join(lines)
+
+
+def combine(parts: list[Stats]) -> Stats:
+    """The sum of several towers' counters; `last` is the latest of the last part that has one."""
+    total = Stats()
+    for part in parts:
+        for name in ("calls", "hits", "captures", "recaptures", "evictions", "graphs", "pieces", "unique_pieces", "layouts"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.fallbacks.update(part.fallbacks)
+        total.refusals.update(part.refusals)
+        total.last = part.last or total.last
+        for tokens, bucket in part.buckets.items():
+            into = total.buckets.setdefault(tokens, BucketStats())
+            for name in vars(bucket):
+                setattr(into, name, getattr(into, name) + getattr(bucket, name))
+    return total

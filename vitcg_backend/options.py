@@ -1,0 +1,131 @@
+"""Options of the backend: ``torch.compile(tower, backend="vitcg", options={...})``, validated when given."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .bucketing import Ladder
+from .errors import OptionError
+
+__all__ = ["Options"]
+
+ATTENTION = ("auto", "triton", "torch", "mem_efficient", "sdpa")
+CAPTURE = ("lazy", "never")
+OUTPUTS = ("copy", "borrow")
+INNER = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose. Every field has a default that is right for most.
+
+    Attributes:
+        token_budgets: output tokens per bucket, any order; ``None`` = an automatic ladder up to `max_tokens`.
+        max_tokens: largest automatic budget, in output tokens.
+        max_items: most items (images or videos) of a call that may use a bucket; ``None`` = no bound of its own.
+        max_frames: most attention segments (frames, windows) of a call that may use a bucket; ``None`` = no bound.
+        min_tokens: calls with fewer output tokens run uncaptured.
+        attention: kernel of the packed attention; ``auto`` = the first usable of triton, torch, mem_efficient, sdpa.
+        capture: ``lazy`` = a bucket is captured at its first use; ``never`` = always the uncaptured pieces.
+        memory_limit_mib: cap in MiB of the static buffers and graph pools of one tower; ``None`` = no cap. Over it the
+            buckets that were used least recently are dropped.
+        outputs: ``copy`` = results belong to the caller; ``borrow`` = views of the static outputs, valid until the next
+            call.
+        inner: ``inductor`` compiles the pieces, ``eager`` runs their operations one by one.
+        self_check: at the first use of a bucket compare it with the unpadded run, with NaN in the padded rows.
+        strict: a refusal raises `Refused` instead of taking a slower path.
+        dump_dir: folder for the graphs before and after each pass.
+    """
+
+    token_budgets: tuple[int, ...] | None = None
+    max_tokens: int = 16384
+    max_items: int | None = None
+    max_frames: int | None = None
+    min_tokens: int = 1
+    attention: str = "auto"
+    capture: str = "lazy"
+    memory_limit_mib: int | None = None
+    outputs: str = "copy"
+    inner: str = "inductor"
+    self_check: bool = True
+    strict: bool = False
+    dump_dir: str | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+        """Validate what `torch.compile` passes on.
+
+        Raises:
+            OptionError: an unknown name or a value that is not allowed; the text says what is.
+        """
+        if mode not in (None, "default"):
+            raise OptionError(f"mode={mode!r} is not supported by backend 'vitcg'; leave mode out and use options={{...}}.")
+        given = dict(options or {})
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in names:
+                raise OptionError(f"unknown option {name!r} for backend 'vitcg'; known options: {', '.join(names)}.")
+        return cls(**{name: _VALIDATE[name](name, value) for name, value in given.items()})
+
+
+def _budgets(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise OptionError(f"{name}={value!r}: expected a list of output-token counts such as [256, 1024], or None.")
+    try:
+        return Ladder.from_budgets(value, unit=1).budgets
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name}={value!r}: expected a whole number of at least 1.")
+    return value
+
+
+def _positive_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _positive(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r}: expected True or False.")
+    return value
+
+
+def _folder(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"{name}={value!r}: expected the path of a folder, or None.")
+    return None if value is None else os.fspath(value)
+
+
+def _one_of(*allowed: str) -> Any:
+    def validate(name: str, value: Any) -> str:
+        if value not in allowed:
+            raise OptionError(f"{name}={value!r}: expected one of {', '.join(repr(a) for a in allowed)}.")
+        return value
+
+    return validate
+
+
+_VALIDATE = {
+    "token_budgets": _budgets,
+    "max_tokens": _positive,
+    "max_items": _positive_or_none,
+    "max_frames": _positive_or_none,
+    "min_tokens": _positive,
+    "attention": _one_of(*ATTENTION),
+    "capture": _one_of(*CAPTURE),
+    "memory_limit_mib": _positive_or_none,
+    "outputs": _one_of(*OUTPUTS),
+    "inner": _one_of(*INNER),
+    "self_check": _flag,
+    "strict": _flag,
+    "dump_dir": _folder,
+}

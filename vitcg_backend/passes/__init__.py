@@ -1,0 +1,138 @@
+"""The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
+
+On the Dynamo graph: `bind_tokens`, `hoist_metadata`, `split_at_attention`. On each unique piece, at ATen level: the trace,
+`prove_padding`, the rewrites, Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from .. import _torch
+from ..debug import Dump
+from ..options import Options
+from .bind_tokens import Bound, bind_tokens
+from .graph import Ineligible
+from .hoist_metadata import Hoisted, hoist_metadata
+from .patch_conv_to_matmul import patch_conv_to_matmul
+from .program import Program, UniquePiece
+from .prove_padding import Gather, Proof, prove_padding
+from .split_at_attention import split_at_attention
+
+__all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body"]
+
+REWRITES = (patch_conv_to_matmul,)
+"""Passes on ATen pieces, in order; each states its numerics contract."""
+
+PieceFunction = Callable[[list[Any]], Any]
+
+
+@dataclass
+class CompiledPiece:
+    """A unique piece, ready to call with ``[n, *tensors]``, and what its proof said."""
+
+    function: PieceFunction
+    proof: Proof | None
+    refusal: Ineligible | None
+
+
+@dataclass
+class PieceCache:
+    """Pieces by what makes them equal; shared by every graph, cleared by `vitcg_backend.reset()`."""
+
+    pieces: dict[Any, CompiledPiece] = field(default_factory=dict)
+    compiled: int = 0
+
+
+@dataclass
+class CompiledBody:
+    """A graph after all passes.
+
+    Attributes:
+        hoisted: prologue and what it feeds.
+        program: the body.
+        functions: for each unique piece of the program, what to call.
+        gathers: (metadata index, index rows per n, source rows per n) that each layout must satisfy.
+        refusal: why the body may not be padded, or None when every piece is proved.
+    """
+
+    hoisted: Hoisted
+    program: Program
+    functions: list[PieceFunction]
+    gathers: list[tuple[int, int, int]]
+    refusal: Ineligible | None
+
+    @property
+    def bound(self) -> Bound:
+        """The graph with its private sizes."""
+        return self.hoisted.bound
+
+
+def compile_body(gm: fx.GraphModule, *, options: Options, cache: PieceCache, dump: Dump) -> CompiledBody:
+    """Run the pipeline on a Dynamo graph.
+
+    Raises:
+        Ineligible: the graph cannot be taken apart at all; it then runs as an ordinary compiled graph.
+    """
+    dump("dynamo", gm)
+    bound = bind_tokens(gm)
+    dump("bind_tokens", bound.gm)
+    hoisted = hoist_metadata(bound)
+    dump("hoist_metadata_prologue", hoisted.prologue)
+    program = split_at_attention(hoisted)
+    functions, gathers, refusal = [], set(), None
+    for number, piece in enumerate(program.pieces):
+        dump(f"piece{number}_used_{piece.uses}_times", piece.gm)
+        compiled = _compile_piece(piece, program, number, options=options, cache=cache, dump=dump)
+        functions.append(compiled.function)
+        refusal = refusal or compiled.refusal
+        for gather in compiled.proof.gathers if compiled.proof else []:
+            for uses in piece.metadata_inputs:
+                gathers.add(_obligation(gather, uses))
+    if None in gathers:
+        refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
+    return CompiledBody(hoisted, program, functions, sorted(g for g in gathers if g is not None), refusal)
+
+
+def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | None:
+    if gather.index not in uses:
+        return None
+    return uses[gather.index], gather.index_rows, gather.source_rows
+
+
+def _compile_piece(
+    piece: UniquePiece, program: Program, number: int, *, options: Options, cache: PieceCache, dump: Dump
+) -> CompiledPiece:
+    key = (piece.key, options.inner, _torch.ambient_state())
+    if key in cache.pieces:
+        return cache.pieces[key]
+    symbols = program.symbols
+    fakes = [node.meta["val"] for node in piece.gm.graph.nodes if node.op == "placeholder"]
+    aten = _torch.aot_trace(piece.gm, fakes, symbols.mode)
+    proof, refusal = None, None
+    try:
+        proof = prove_padding(aten, symbols)
+        dump(f"piece{number}_proof", "\n".join(f"{op}: {why}" for op, why in proof.rules))
+    except Ineligible as error:
+        refusal = error
+        dump(f"piece{number}_refused", str(error))
+    for rewrite in REWRITES:
+        aten = rewrite(aten)
+    dump(f"piece{number}_aten", aten)
+    function = _torch.compile_piece(aten, symbols.mode) if options.inner == "inductor" else _run_eager(piece.gm)
+    cache.compiled += 1
+    cache.pieces[key] = CompiledPiece(function, proof, refusal)
+    return cache.pieces[key]
+
+
+def _run_eager(gm: fx.GraphModule) -> PieceFunction:
+    """The torch-level piece as it stands: the operations of eager, in eager's order."""
+
+    def function(arguments: list[Any]) -> Any:
+        return gm(*arguments)
+
+    return function

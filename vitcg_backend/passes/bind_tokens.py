@@ -1,0 +1,241 @@
+"""Pass 1: the number of tokens becomes one private symbol, and every node gets its value in terms of it.
+
+Why: Dynamo's own symbols come with guards, nested divisions and unknown sizes of the metadata operators (``u0``, equal to
+the pixel rows by a deferred assert). With rows = unit * n in a private symbol environment every shape is ``c * n``.
+
+Preconditions: exactly one pixel input with one symbolic axis; a grid that feeds the metadata operators; no operation with a
+side effect.
+
+Cases: 1. metadata operators get the rows as their ``tokens`` argument. 2. Deferred asserts and the arithmetic that only they
+use are erased (the operators that follow raise eager's own error on a mismatch). 3. Each remaining node gets ``meta["val"]``,
+a fake tensor or size in the private environment.
+
+Before::
+
+    %l_pixels : [s77, 96]   %l_grid : [u3, 3]
+    %meta = vitcg.metadata(key, %l_grid, [], '{"spatial_merge_size": 2}')      # i64[u0, 2]
+    %eq = operator.eq(s77, u0);  aten._assert_scalar(%eq, "...")
+
+After::
+
+    %l_pixels : [4*n, 96]   %l_grid : [items, 3]
+    %meta = vitcg.metadata(key, %l_grid, [], '{"spatial_merge_size": 2}', %s77)   # i64[4*n, 2]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import _torch
+from ..ops import METADATA
+from .graph import Ineligible, Role, Symbols, source_line, where
+
+__all__ = ["Bound", "bind_tokens"]
+
+_ASSERTS = {torch.ops.aten._assert_scalar.default, torch._check, torch.sym_constrain_range_for_size}
+if hasattr(torch.ops.aten, "sym_constrain_range_for_size"):
+    _ASSERTS |= {torch.ops.aten.sym_constrain_range_for_size.default, torch.ops.aten.sym_constrain_range.default}
+_IN_PLACE = {getattr(operator, n) for n in dir(operator) if n.startswith("i") and n[1:] in dir(operator)}
+_IN_PLACE |= {operator.iand, operator.ior, operator.setitem, operator.delitem}
+_MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
+_PURE_BUILTINS = {getattr(operator, n) for n in dir(operator) if callable(getattr(operator, n))} | {torch.sym_int}
+
+
+@dataclass
+class Bound:
+    """A Dynamo graph with private sizes.
+
+    Attributes:
+        gm: the graph; every node but the output has ``meta["val"]``, every placeholder ``meta["role"]``.
+        symbols: its symbol environment.
+        pixels: position of the pixel input.
+        pixel_axis: its token axis.
+        grid: position of the grid input, or None.
+    """
+
+    gm: fx.GraphModule
+    symbols: Symbols
+    pixels: int
+    pixel_axis: int
+    grid: int | None
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Input nodes in the order of the call's arguments."""
+        return where(self.gm.graph.nodes, "placeholder")
+
+
+def bind_tokens(gm: fx.GraphModule) -> Bound:
+    """Bind the token count of a Dynamo graph (see the module's text). The input graph is changed.
+
+    Raises:
+        Ineligible: no pixel input, several, static rows, or a node that cannot be traced with private sizes.
+    """
+    _require_pure(gm)
+    placeholders = where(gm.graph.nodes, "placeholder")
+    metadata = [node for node in gm.graph.nodes if node.target in (METADATA, torch.ops.vitcg.metadata)]
+    grid = _grid_input(placeholders, metadata)
+    for node in placeholders:
+        node.meta["role"] = Role.GRID if node is grid else _role(node)
+    pixels, axis, size = _pixel_input(placeholders)
+    pixels.meta["role"] = Role.PIXELS
+    symbols = Symbols.create(_unit(gm, metadata, size))
+    tokens = next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None)
+    for node in metadata:
+        if tokens is not None and len(node.args) == 4 and "tokens" not in node.kwargs:
+            node.args = (*node.args, tokens)
+    _erase_asserts(gm)
+    _propagate(gm, symbols, size)
+    gm.graph.lint()
+    gm.recompile()
+    index = {node: i for i, node in enumerate(placeholders)}
+    return Bound(gm, symbols, index[pixels], axis, None if grid is None else index[grid])
+
+
+def _require_pure(gm: fx.GraphModule) -> None:
+    """Pieces are compiled apart, so nothing may change a tensor or a mode that another piece sees."""
+    for node in gm.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        in_place |= node.op == "call_function" and node.target in _IN_PLACE
+        in_place |= bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+        if in_place or name in _MODES:
+            raise Ineligible("side_effect", f"{node.format_node()} changes a tensor or a mode; {source_line(node)}")
+
+
+def _source_name(node: fx.Node) -> str:
+    argument = node.meta.get("grapharg")
+    name = getattr(getattr(argument, "source", None), "name", node.name)
+    return name() if callable(name) else str(name)  # a method until torch 2.11, an attribute since
+
+
+def _role(node: fx.Node) -> str:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor):
+        return Role.SIZE
+    if isinstance(value, torch.nn.Parameter):
+        return Role.STATE
+    name = _source_name(node)
+    owned = any(part in name for part in ("_parameters", "_buffers", "_modules"))
+    return Role.STATE if owned else Role.EXTRA
+
+
+def _grid_input(placeholders: list[fx.Node], metadata: list[fx.Node]) -> fx.Node | None:
+    found: set[fx.Node] = set()
+    stack = [node.args[1] for node in metadata]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and isinstance(node.meta.get("example_value"), Tensor):
+            found.add(node)
+        stack += node.all_input_nodes
+    grids = [n for n in placeholders if n in found and n.meta["example_value"].dim() == 2]
+    if metadata and len(grids) != 1:
+        raise Ineligible("grid", f"the metadata comes from {len(grids)} grid inputs, expected one")
+    return grids[0] if grids else None
+
+
+def _pixel_input(placeholders: list[fx.Node]) -> tuple[fx.Node, int, torch.SymInt]:
+    candidates = []
+    for node in placeholders:
+        value = node.meta.get("example_value")
+        if node.meta["role"] == Role.EXTRA and value.dim() > 1:
+            axes = [a for a, s in enumerate(value.shape) if isinstance(s, torch.SymInt)]
+            candidates += [(node, axes)] if axes else []
+    floats = [c for c in candidates if c[0].meta["example_value"].dtype.is_floating_point]
+    candidates = floats or candidates
+    if len(candidates) != 1:
+        raise Ineligible("pixels", f"found {len(candidates)} inputs with a symbolic number of rows, expected one")
+    node, axes = candidates[0]
+    size = node.meta["example_value"].shape[axes[0]]
+    if len(axes) != 1 or not size.node.expr.is_Symbol:
+        raise Ineligible("pixels", f"the pixel input {tuple(node.meta['example_value'].shape)} has no single token axis")
+    return node, axes[0], size
+
+
+def _same_size(value: Any, size: torch.SymInt) -> bool:
+    return isinstance(value, torch.SymInt) and value.node.expr == size.node.expr
+
+
+def _unit(gm: fx.GraphModule, metadata: list[fx.Node], size: torch.SymInt) -> int:
+    """Rows per token: the square of the merge size, and whatever else the graph divides the rows by."""
+    unit = 1
+    for node in metadata:
+        constants = json.loads(node.args[3])
+        merge = constants.get("spatial_merge_size", 1)
+        if isinstance(merge, int):
+            unit = math.lcm(unit, merge * merge)
+    for node in gm.graph.nodes:
+        if node.target is operator.floordiv and isinstance(node.args[1], int):
+            value = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
+            if _same_size(value, size):
+                unit = math.lcm(unit, node.args[1])
+    return unit
+
+
+def _erase_asserts(gm: fx.GraphModule) -> None:
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op != "call_function":
+            continue
+        number = not isinstance(node.meta.get("example_value"), Tensor)
+        dead_number = not node.users and number and (node.target in _PURE_BUILTINS or node.target is METADATA)
+        if node.target in _ASSERTS or dead_number:
+            gm.graph.erase_node(node)
+
+
+def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt) -> None:
+    """Run every node on fakes of the private environment."""
+    sizes: dict[Any, Any] = {size.node.expr: symbols.n * symbols.unit if symbols.unit > 1 else symbols.n}
+
+    def convert(dim: Any) -> Any:
+        if not isinstance(dim, torch.SymInt):
+            return dim
+        expression = dim.node.expr
+        if expression.is_Symbol and expression not in sizes:
+            sizes[expression] = _torch.new_size(symbols.shape_env, f"__{expression}", 2)[1]
+        if expression in sizes:
+            return sizes[expression]
+        known = {old: new.node.expr for old, new in sizes.items()}
+        return symbols.shape_env.create_symintnode(expression.xreplace(known), hint=None)
+
+    with symbols.mode, torch.no_grad(), symbols.shape_env.ignore_fresh_unbacked_symbols():
+        for node in gm.graph.nodes:
+            node.meta.pop("unbacked_bindings", None)  # they name symbols of Dynamo's environment
+            if node.op == "output":
+                continue
+            try:
+                node.meta["val"] = _value(gm, node, convert)
+            except Exception as error:
+                detail = f"{node.format_node()}: {type(error).__name__}: {error}"
+                raise Ineligible("untraceable", detail) from error
+
+
+def _value(gm: fx.GraphModule, node: fx.Node, convert: Any) -> Any:
+    if node.op == "placeholder":
+        value = node.meta["example_value"]
+        if not isinstance(value, Tensor):
+            return convert(value)
+        shape, stride = [convert(s) for s in value.shape], [convert(s) for s in value.stride()]
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    if node.op == "get_attr":
+        value = getattr(gm, node.target)
+        return torch.empty_like(value) if isinstance(value, Tensor) else value
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    if node.op == "call_function":
+        if any(isinstance(node.target, kind) for kind in (torch._ops.HigherOrderOperator,)):
+            raise Ineligible("higher_order", f"{node.target} has no rule")
+        return node.target(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    raise Ineligible("submodule", f"{node.format_node()}: a call of a module that Dynamo did not inline")
+

@@ -1,0 +1,122 @@
+"""What the passes share: the private symbols, what each placeholder is, and small helpers on FX nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from .. import _torch
+
+__all__ = ["Ineligible", "Role", "Symbols", "fake_of", "is_size", "rows_of", "source_line", "token_axes", "where"]
+
+HINT = 256
+"""Size hint of the private token symbol: the same for every graph, so that the first image seen decides nothing."""
+
+
+class Ineligible(Exception):
+    """A graph that cannot be bucketed. `reason` is counted and shown; the graph still runs, on a slower path."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"[{reason}] {detail}")
+
+
+class Role:
+    """What a placeholder of the Dynamo graph holds."""
+
+    SIZE = "size"
+    STATE = "state"  # parameter, buffer or another tensor that a module owns
+    PIXELS = "pixels"
+    GRID = "grid"
+    EXTRA = "extra"  # any other tensor of the call, e.g. cu_seqlens given by the caller
+
+
+@dataclass
+class Symbols:
+    """The private symbol environment of one graph: its rows are ``unit * n``.
+
+    Attributes:
+        mode: fake mode that all values of the graph belong to.
+        shape_env: its shape environment; a guard on `n` in it makes the graph ineligible.
+        symbol: the sympy symbol of `n`.
+        n: `n` as a SymInt.
+        unit: rows that the tower merges into one output token (the square of the spatial merge size), 1 if it merges none.
+    """
+
+    mode: Any
+    shape_env: Any
+    symbol: sympy.Symbol
+    n: Any
+    unit: int
+
+    @classmethod
+    def create(cls, unit: int) -> Symbols:
+        """Fresh symbols for rows = unit * n."""
+        shape_env = _torch.ShapeEnv()
+        mode = _torch.FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+        symbol, n = _torch.new_size(shape_env, "__n", HINT)
+        return cls(mode, shape_env, symbol, n, unit)
+
+    def linear(self, size: Any) -> tuple[int, int] | None:
+        """(c, d) when `size` is ``c * n + d``, else None."""
+        if isinstance(size, int):
+            return 0, size
+        expression = self.shape_env.simplify(size.node.expr)
+        factor = expression.coeff(self.symbol, 1)
+        rest = sympy.expand(expression - factor * self.symbol)
+        if factor.is_Integer and rest.is_Integer:
+            return int(factor), int(rest)
+        return None
+
+    def depends(self, size: Any) -> bool:
+        """Whether `size` changes with n."""
+        return isinstance(size, torch.SymInt) and self.symbol in self.shape_env.simplify(size.node.expr).free_symbols
+
+    def guards(self) -> list[str]:
+        """Guards on n that tracing has added: each would make one compiled graph wrong for some sizes."""
+        return [str(g.expr) for g in self.shape_env.guards if self.symbol in g.expr.free_symbols]
+
+
+def is_size(value: Any) -> bool:
+    """Whether a node's value is a number and not a tensor."""
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def fake_of(node: fx.Node) -> Any:
+    """The node's value in the private fake mode."""
+    return node.meta.get("val")
+
+
+def token_axes(value: Any, symbols: Symbols) -> list[int]:
+    """Axes of a fake tensor whose size changes with n."""
+    return [axis for axis, size in enumerate(value.shape) if symbols.depends(size)] if isinstance(value, Tensor) else []
+
+
+def rows_of(value: Tensor, axis: int, symbols: Symbols) -> int:
+    """Rows per n on a token axis.
+
+    Raises:
+        Ineligible: the size is not a whole multiple of n.
+    """
+    form = symbols.linear(value.shape[axis])
+    if form is None or form[1] != 0 or form[0] < 1:
+        raise Ineligible("odd_rows", f"axis {axis} of a tensor of shape {tuple(value.shape)} is not a multiple of n")
+    return form[0]
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of user code that made the node, or an empty text."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    return " ".join(lines[-2:]) if len(lines) >= 2 else ""
+
+
+def where(nodes: Iterable[fx.Node], op: str) -> list[fx.Node]:
+    """The nodes of one kind."""
+    return [node for node in nodes if node.op == op]

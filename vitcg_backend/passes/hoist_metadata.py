@@ -1,0 +1,147 @@
+"""Pass 2: split a bound graph into a prologue, which the pixels do not reach, and a body.
+
+Why: the prologue (segments, positions, rotary tables, window order) depends on the grid alone. It runs once per layout, outside
+the captured body, and its results become static-shaped inputs of it.
+
+Preconditions: `bind_tokens`.
+
+Cases: a node is 1. *free* when it depends on parameters and sizes only (a transposed weight): it is sunk into every piece that
+uses it; 2. *metadata* when it depends on the grid, on buffers or on nothing, and on no parameter; equal metadata nodes are
+merged; 3. *body* otherwise. Parameters never enter the prologue, so that no copy of a weight can go stale.
+
+Before::
+
+    %meta = vitcg.metadata(..., %l_grid, ..., %s77)           # i64[4*n, 2]
+    %cos = cos(%meta * %l_buffers_inv_freq)                   # f32[4*n, 8]
+    %h = linear(%l_pixels, %l_weight)                         # f32[4*n, 64]
+    %out = %h * %cos
+
+After::
+
+    prologue(l_grid, s77, l_buffers_inv_freq): ... return (cos,)
+    body(l_pixels, l_weight, cos):             %h = linear(...); %out = %h * %cos
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .bind_tokens import Bound
+from .graph import Ineligible, Role, is_size
+
+__all__ = ["Hoisted", "hoist_metadata"]
+
+FREE, PROLOGUE, BODY = "free", "prologue", "body"
+
+
+@dataclass
+class Hoisted:
+    """A bound graph taken apart.
+
+    Attributes:
+        bound: the graph it came from.
+        prologue: module of its inputs (see `prologue_inputs`) that returns the metadata tensors.
+        prologue_inputs: positions of the call's arguments that the prologue takes.
+        metadata: the nodes of the bound graph that the prologue returns, in order.
+        kind: node -> free, prologue or body.
+    """
+
+    bound: Bound
+    prologue: fx.GraphModule
+    prologue_inputs: tuple[int, ...]
+    metadata: list[fx.Node]
+    kind: dict[fx.Node, str]
+
+
+def hoist_metadata(bound: Bound) -> Hoisted:
+    """Take the metadata out of the graph (see the module's text).
+
+    Raises:
+        Ineligible: nothing in the graph depends on the pixels, or an input of the prologue cannot be followed.
+    """
+    kind = _classify(bound)
+    _merge_equal(bound, kind)
+    nodes = [n for n in bound.gm.graph.nodes if n.op not in ("placeholder", "output")]
+    used = [n for n in nodes if kind[n] == PROLOGUE and not is_size(n.meta["val"]) and _leaves(n, kind)]
+    if not any(kind[n] == BODY for n in nodes):
+        raise Ineligible("no_body", "nothing in this graph depends on the pixels")
+    used = [n for n in used if isinstance(n.meta["val"], torch.Tensor)]
+    prologue, inputs = _extract(bound, [n for n in nodes if kind[n] == PROLOGUE], used)
+    return Hoisted(bound, prologue, inputs, used, kind)
+
+
+def _classify(bound: Bound) -> dict[fx.Node, str]:
+    kind: dict[fx.Node, str] = {}
+    weight: dict[fx.Node, bool] = {}  # reached by a parameter
+    for node in bound.gm.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            parameter = isinstance(node.meta["example_value"], torch.nn.Parameter)
+            weight[node] = parameter
+            kind[node] = BODY if role == Role.PIXELS else FREE if parameter or role == Role.SIZE else PROLOGUE
+            continue
+        inputs = node.all_input_nodes
+        kinds = {kind[i] for i in inputs}
+        weight[node] = any(weight[i] for i in inputs)
+        if BODY in kinds:
+            kind[node] = BODY
+        elif PROLOGUE in kinds or not weight[node]:
+            kind[node] = BODY if weight[node] else PROLOGUE
+        else:
+            kind[node] = FREE
+    return kind
+
+
+def _merge_equal(bound: Bound, kind: dict[fx.Node, str]) -> None:
+    """Merge equal prologue nodes; they are pure, metadata operators included."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(bound.gm.graph.nodes):
+        if kind.get(node) != PROLOGUE or node.op in ("placeholder", "get_attr"):
+            continue
+        key = (node.op, node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            bound.gm.graph.erase_node(node)
+        else:
+            first[key] = node
+
+
+def _leaves(node: fx.Node, kind: dict[fx.Node, str]) -> bool:
+    return any(user.op == "output" or kind[user] == BODY for user in node.users)
+
+
+def _extract(bound: Bound, nodes: list[fx.Node], used: list[fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    positions = []
+    inside = set(nodes)
+    needed = _ancestors(used, inside)
+    for position, placeholder in enumerate(bound.placeholders):
+        if any(user in needed for user in placeholder.users):
+            copies[placeholder] = graph.placeholder(placeholder.name)
+            copies[placeholder].meta = dict(placeholder.meta)
+            positions.append(position)
+    for node in nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[n] for n in used))
+    return fx.GraphModule(bound.gm, graph, class_name="Prologue"), tuple(positions)
+
+
+def _ancestors(nodes: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and node in inside:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+

@@ -1,0 +1,84 @@
+"""The body of a tower as a short program: pieces and attention calls over numbered slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import Symbols
+
+__all__ = ["AttentionStep", "PieceStep", "Program", "UniquePiece"]
+
+
+@dataclass(frozen=True)
+class PieceStep:
+    """Call piece `piece` with ``[n, *inputs]`` and keep its results in `outputs`; `free` slots are dead afterwards."""
+
+    piece: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    free: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """Packed attention over slots ``[T, H, D]``; `segments` is the index of the cu_seqlens among the metadata."""
+
+    query: int
+    key: int
+    value: int
+    segments: int
+    scale: float
+    output: int
+    free: tuple[int, ...]
+
+
+@dataclass
+class UniquePiece:
+    """A piece that is compiled once.
+
+    Attributes:
+        key: what makes two pieces equal.
+        gm: its torch-level graph; inputs ``n`` and tensors with ``meta["val"]``; returns a tuple.
+        metadata_inputs: placeholder position -> index of the metadata tensor, for the first use of the piece.
+        uses: how often the program calls it.
+    """
+
+    key: tuple[Any, ...]
+    gm: fx.GraphModule
+    metadata_inputs: list[dict[int, int]] = field(default_factory=list)
+
+    @property
+    def uses(self) -> int:
+        """Number of calls in the program."""
+        return len(self.metadata_inputs)
+
+
+@dataclass
+class Program:
+    """The body as steps over numbered slots.
+
+    Attributes:
+        symbols: sizes of the fakes in it.
+        arguments: (slot, position in the call's arguments).
+        metadata: slot of each prologue output.
+        steps: pieces and attention calls in order.
+        pieces: the unique pieces.
+        num_slots: size of the slot table.
+        outputs: for each result of the call: ("slot", s), ("argument", position), ("metadata", index) or ("constant", value).
+        output_values: the fake of each result, None for constants.
+        head_dims: distinct (query dtype, head dim, device) of the attention calls.
+    """
+
+    symbols: Symbols
+    arguments: list[tuple[int, int]] = field(default_factory=list)
+    metadata: list[int] = field(default_factory=list)
+    steps: list[PieceStep | AttentionStep] = field(default_factory=list)
+    pieces: list[UniquePiece] = field(default_factory=list)
+    num_slots: int = 0
+    outputs: list[tuple[str, Any]] = field(default_factory=list)
+    output_values: list[Any] = field(default_factory=list)
+    attention: list[tuple[torch.device, torch.dtype, int]] = field(default_factory=list)

@@ -1,0 +1,149 @@
+"""Pass 4: prove that padded rows cannot reach real rows.
+
+Why: a bucket computes rows that belong to nobody. That is safe only if every operation keeps the token axis as rows: row i of
+its result depends on row i of its inputs and on tensors without a token axis. The proof walks the ATen graph of a piece with a
+table of rules (`RULES`). **An operation without a rule, or used in a way its rule does not know, refuses the bucket** and names
+the operation and its source line; nothing is assumed safe.
+
+Preconditions: `aot_trace` (functional ATen with ``meta["val"]`` in the private symbols, rows = unit * n).
+
+What a rule may rely on: each tensor has at most one axis whose size depends on n (its token axis) with ``rows = c * n``.
+``c`` rows make one block: a view may regroup rows inside a block (4 patches -> 1 token) and never across.
+
+The one way to move rows is a gather along the token axis by an index that the prologue made: the proof accepts it under an
+*obligation* that the runtime checks for every layout (real entries point at real rows, padded ones at padded rows).
+
+Before and after: the graph is unchanged; the result is a `Proof`::
+
+    %addmm = aten.addmm(%bias, %x, %w)        # x: [4*n, 64]         ok: tokens only in the rows of the left factor
+    %mean = aten.mean.dim(%x, [0])            #                      refused: reduces the token axis
+    %index = aten.index.Tensor(%x, [%window]) # window: prologue     ok, obligation: window stays inside real | padded
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .graph import Ineligible, Symbols, is_size, rows_of, source_line, token_axes, where
+from .row_rules import RULES, Refusal, Rows
+
+__all__ = ["Gather", "Proof", "prove_padding"]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An obligation: placeholder `index` gathers rows of a tensor with `source_rows` rows per n.
+
+    Attributes:
+        index: position of the index among the piece's inputs (0 is n).
+        index_rows: rows of the index per n.
+        source_rows: rows of the gathered tensor per n.
+    """
+
+    index: int
+    index_rows: int
+    source_rows: int
+
+
+@dataclass
+class Proof:
+    """What was proved: which rule accepted each node, and what the runtime has to check for each layout."""
+
+    rules: list[tuple[str, str]] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)
+
+
+def prove_padding(gm: fx.GraphModule, symbols: Symbols) -> Proof:
+    """Prove that real rows depend on real rows only (see the module's text).
+
+    Raises:
+        Ineligible: with reason ``unproved``, the operation and its source line.
+    """
+    proof = Proof()
+    walker = _Walker(gm, symbols, proof)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not is_size(node.meta.get("val")):
+            walker.visit(node)
+    walker.check_results()
+    guards = symbols.guards()
+    if guards:
+        raise Ineligible("guard", f"tracing assumed {', '.join(guards)} about the token count")
+    return proof
+
+
+class _Walker:
+    def __init__(self, gm: fx.GraphModule, symbols: Symbols, proof: Proof) -> None:
+        self.gm, self.symbols, self.proof = gm, symbols, proof
+        self.inputs = {node: i for i, node in enumerate(where(gm.graph.nodes, "placeholder"))}
+        for node in self.inputs:
+            self._require_known_shape(node)
+
+    def visit(self, node: fx.Node) -> None:
+        rule = RULES.get(node.target)
+        if rule is None:
+            self._refuse(node, "has no rule")
+        for position, argument in enumerate([*node.args, *node.kwargs.values()]):
+            if position != rule.shape_argument and self._holds_size(argument):
+                self._refuse(node, "uses the number of tokens as a value")
+        rows = Rows(node, self._rows, self.symbols, self._gather)
+        try:
+            if not rows.inputs and not rows.output_carries:
+                text = "no token axis"
+            elif not rows.inputs:
+                text = rule.creates(rows)
+            else:
+                text = rule.check(rows)
+        except Refusal as refusal:
+            self._refuse(node, str(refusal))
+        except Ineligible as error:
+            self._refuse(node, error.detail)
+        self.proof.rules.append((str(node.target), text))
+
+    def _holds_size(self, argument: Any) -> bool:
+        found: list[fx.Node] = []
+        fx.map_arg(argument, lambda node: found.append(node))
+        return any(self.symbols.depends(node.meta.get("val")) for node in found)
+
+    def check_results(self) -> None:
+        """Results must have known shapes too: a size that nobody knows cannot be cut to the real rows."""
+        output = next(n for n in self.gm.graph.nodes if n.op == "output")
+        for node in output.all_input_nodes:
+            self._require_known_shape(node)
+
+    def _rows(self, value: Any) -> tuple[int, int] | None:
+        """(axis, rows per n) of a fake value, None without a token axis."""
+        if isinstance(value, (tuple, list)):
+            found = {self._rows(v) for v in value}
+            if len(found) > 1:
+                raise Refusal("results with different token axes")
+            return found.pop() if found else None
+        axes = token_axes(value, self.symbols)
+        if not axes:
+            return None
+        if len(axes) > 1:
+            raise Refusal(f"a tensor of shape {tuple(value.shape)} has {len(axes)} token axes")
+        return axes[0], rows_of(value, axes[0], self.symbols)
+
+    def _gather(self, index: fx.Node, index_rows: int, source_rows: int) -> None:
+        if index not in self.inputs:
+            raise Refusal(f"gathers rows by {index.name}, which the prologue did not make")
+        self.proof.gathers.append(Gather(self.inputs[index], index_rows, source_rows))
+
+    def _require_known_shape(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            for size in value.shape:
+                if isinstance(size, torch.SymInt) and self.symbols.linear(size) is None:
+                    raise Ineligible("unknown_size", f"{node.name} has shape {tuple(value.shape)}, which no bucket fixes")
+
+    def _refuse(self, node: fx.Node, why: str) -> None:
+        line = source_line(node)
+        raise Ineligible(
+            "unproved",
+            f"{node.target} {why}{f' ({line})' if line else ''}. "
+            "Padded rows could reach real rows, so this graph is not bucketed; a rule goes to passes/row_rules.py.",
+        )

@@ -1,0 +1,272 @@
+"""Pass 3: cut the body at its attention calls, so that equal layers share one piece.
+
+Why: a tower of 27 equal layers has 28 stretches between attention calls and only 4 different ones. Compiling each once turns
+a compile of a minute into seconds, keeps the fusions across the block's end (out-projection … next QKV), and lets attention
+be called with static bounds instead of through an opaque operator.
+
+Preconditions: `hoist_metadata`; attention appears as `vitcg.varlen_attention`.
+
+Cases: 1. the level of a node is the number of attention calls on its longest path from the inputs; a piece is all body nodes of
+one level. 2. A size is re-emitted as ``c * n``, so that the only size a piece takes is `n`, its first input. 3. Free nodes are
+sunk into each piece that uses them. 4. Two pieces with equal operations, constants and input shapes are one (`pieces`), called
+with different tensors.
+
+Before::
+
+    %a = linear(%pixels, %w0); %o1 = vitcg.varlen_attention(%a, %a, %a, %cu, 0.25); %b = relu(%o1)
+    %o2 = vitcg.varlen_attention(%b, %b, %b, %cu, 0.25);       %c = relu(%o2)
+
+After::
+
+    piece0(n, pixels, w0) -> a; attention(a, a, a, cu) -> o1; piece1(n, o1) -> b; attention(b, b, b, cu) -> o2
+    piece1(n, o2) -> c                                   # piece1 again
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .graph import Ineligible, Symbols, is_size
+from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
+from .program import AttentionStep, PieceStep, Program, UniquePiece
+
+__all__ = ["piece_key", "split_at_attention"]
+
+_ATTENTION = (torch.ops.vitcg.varlen_attention, torch.ops.vitcg.varlen_attention.default)
+
+
+def split_at_attention(hoisted: Hoisted) -> Program:
+    """Cut the body (see the module's text).
+
+    Raises:
+        Ineligible: a size in the body is not ``c * n + d``, or the segments of an attention call are not metadata.
+    """
+    return _Splitter(hoisted).run()
+
+
+class _Splitter:
+    def __init__(self, hoisted: Hoisted) -> None:
+        self.kind = hoisted.kind
+        self.hoisted = hoisted
+        self.symbols = hoisted.bound.symbols
+        self.program = Program(self.symbols)
+        self.slots: dict[fx.Node, int] = {}
+        self.placeholders = {node: i for i, node in enumerate(hoisted.bound.placeholders)}
+        self.metadata = {node: i for i, node in enumerate(hoisted.metadata)}
+        self.unique: dict[Any, int] = {}
+
+    def run(self) -> Program:
+        graph = self.hoisted.bound.gm.graph
+        output = next(n for n in graph.nodes if n.op == "output")
+        body = [n for n in graph.nodes if self.kind.get(n) == BODY and n.op != "placeholder"]
+        level = self._levels(body)
+        self.program.metadata = [self._slot(node) for node in self.hoisted.metadata]
+        finals = {n for n in output.all_input_nodes}
+        calls: list[tuple[Any, list[fx.Node], list[fx.Node]]] = []
+        for number in range(max(level.values()) + 1):
+            nodes = [n for n in body if level[n] == number and n.target not in _ATTENTION]
+            calls += self._piece_calls(nodes, level, number, finals)
+            for node in (n for n in body if level[n] == number + 1 and n.target in _ATTENTION):
+                calls.append(("attention", [node], [node]))
+        self._emit(calls, finals)
+        self._outputs(output)
+        self.program.arguments = [(s, self.placeholders[n]) for n, s in self.slots.items() if n.op == "placeholder"]
+        self.program.num_slots = len(self.slots)
+        return self.program
+
+    def _slot(self, node: fx.Node) -> int:
+        return self.slots.setdefault(node, len(self.slots))
+
+    def _levels(self, body: list[fx.Node]) -> dict[fx.Node, int]:
+        level: dict[fx.Node, int] = {}
+        for node in body:
+            before = [level[i] for i in node.all_input_nodes if i in level]
+            level[node] = max(before, default=0) + (node.target in _ATTENTION)
+        return level
+
+    def _piece_calls(
+        self, nodes: list[fx.Node], level: dict[fx.Node, int], number: int, finals: set[fx.Node]
+    ) -> list[tuple[Any, list[fx.Node], list[fx.Node]]]:
+        tensors = [n for n in nodes if not is_size(n.meta["val"])]
+        inside = set(tensors)
+        results = [
+            n
+            for n in tensors
+            if isinstance(n.meta["val"], Tensor) and (n in finals or any(self._outside(u, inside) for u in n.users))
+        ]
+        return [(None, tensors, results)] if results else []
+
+    def _outside(self, user: fx.Node, inside: set[fx.Node]) -> bool:
+        return user.op != "output" and user not in inside and not is_size(user.meta["val"])
+
+    def _emit(self, calls: list[tuple[Any, list[fx.Node], list[fx.Node]]], finals: set[fx.Node]) -> None:
+        drafts: list[tuple[Any, list[fx.Node], list[fx.Node]]] = []
+        for kind, nodes, results in calls:
+            if kind == "attention":
+                drafts.append((nodes[0], list(nodes[0].args[:3]), results))
+                continue
+            gm, inputs = self._piece(nodes, results)
+            index = self._deduplicate(gm)
+            roles = {i + 1: self.metadata[node] for i, node in enumerate(inputs) if node in self.metadata}
+            self.program.pieces[index].metadata_inputs.append(roles)
+            drafts.append((index, inputs, results))
+        last: dict[fx.Node, int] = {}
+        for position, (_, inputs, results) in enumerate(drafts):
+            for node in (*inputs, *results):
+                last[node] = position
+        for position, (what, inputs, results) in enumerate(drafts):
+            dead = [n for n in dict.fromkeys((*inputs, *results)) if last[n] == position and self._is_temporary(n, finals)]
+            free = tuple(self._slot(n) for n in dead)
+            if isinstance(what, fx.Node):
+                self.program.steps.append(self._attention(what, free))
+            else:
+                slots = tuple(self._slot(n) for n in inputs)
+                self.program.steps.append(PieceStep(what, slots, tuple(self._slot(n) for n in results), free))
+
+    def _is_temporary(self, node: fx.Node, finals: set[fx.Node]) -> bool:
+        return self.kind[node] == BODY and node.op != "placeholder" and node not in finals
+
+    def _attention(self, node: fx.Node, free: tuple[int, ...]) -> AttentionStep:
+        query, key, value, segments, scale = node.args[:5]
+        if segments not in self.metadata:
+            raise Ineligible("segments", f"{node.format_node()}: its cu_seqlens is not computed from the grid")
+        fake = query.meta["val"]
+        entry = (fake.device, fake.dtype, int(fake.shape[-1]))
+        if entry not in self.program.attention:
+            self.program.attention.append(entry)
+        scale = float(scale) if scale is not None else float(fake.shape[-1]) ** -0.5
+        slots = (self._slot(query), self._slot(key), self._slot(value))
+        return AttentionStep(*slots, self.metadata[segments], scale, self._slot(node), free)
+
+    def _piece(self, nodes: list[fx.Node], results: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+        graph = fx.Graph()
+        n = graph.placeholder("n")
+        n.meta["val"] = self.symbols.n
+        inside = set(nodes)
+        inputs: list[fx.Node] = []
+        self._collect(nodes, inside, inputs)
+        copies: dict[fx.Node, fx.Node] = {}
+        for number, node in enumerate(inputs):
+            copies[node] = graph.placeholder(f"x{number}")
+            copies[node].meta["val"] = node.meta["val"]
+        sizes: dict[Any, Any] = {}
+
+        def use(node: fx.Node) -> Any:
+            if is_size(node.meta["val"]):
+                return self._emit_size(node, graph, n, sizes)
+            if node not in copies:  # a free node, sunk here
+                copies[node] = copy(node)
+            return copies[node]
+
+        def copy(node: fx.Node) -> fx.Node:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), use)
+            new = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
+            return new
+
+        for node in nodes:
+            copies[node] = copy(node)
+        graph.output(tuple(copies[node] for node in results))
+        return fx.GraphModule(self.hoisted.bound.gm, graph, class_name="Piece"), inputs
+
+    def _collect(self, nodes: list[fx.Node], inside: set[fx.Node], inputs: list[fx.Node]) -> None:
+        """Inputs of a piece in the order of their first use; free nodes are looked through."""
+        for node in nodes:
+            for source in node.all_input_nodes:
+                if source in inside or source in inputs or is_size(source.meta["val"]):
+                    continue
+                if self.kind[source] == FREE and source.op != "placeholder":
+                    self._collect([source], inside, inputs)
+                elif self.kind[source] == PROLOGUE and source.op != "placeholder" and source not in self.metadata:
+                    raise Ineligible("metadata", f"{source.format_node()} is metadata but not a tensor")
+                else:
+                    inputs.append(source)
+
+    def _emit_size(self, node: fx.Node, graph: fx.Graph, n: fx.Node, sizes: dict[Any, Any]) -> Any:
+        value = node.meta["val"]
+        if not isinstance(value, torch.SymInt):
+            return value
+        form = self.symbols.linear(value)
+        if form is None:
+            raise Ineligible("size", f"the size {value} is not a multiple of the token count")
+        if form[0] == 0:
+            return form[1]
+        if form not in sizes:
+            size = n
+            if form[0] != 1:
+                size = graph.call_function(operator.mul, (n, form[0]))
+                size.meta["val"] = self.symbols.n * form[0]
+            if form[1]:
+                size = graph.call_function(operator.add, (size, form[1]))
+                size.meta["val"] = self.symbols.n * form[0] + form[1]
+            sizes[form] = size
+        return sizes[form]
+
+    def _deduplicate(self, gm: fx.GraphModule) -> int:
+        key = piece_key(gm, self.symbols)
+        if key not in self.unique:
+            self.unique[key] = len(self.program.pieces)
+            self.program.pieces.append(UniquePiece(key, gm))
+        return self.unique[key]
+
+    def _outputs(self, output: fx.Node) -> None:
+        results = output.args[0]
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if not isinstance(result, fx.Node):
+                entry, value = ("constant", result), None
+            elif result.op == "placeholder":
+                entry, value = ("argument", self.placeholders[result]), result.meta["val"]
+            elif result in self.metadata:
+                entry, value = ("metadata", self.metadata[result]), result.meta["val"]
+            elif result in self.slots:
+                entry, value = ("slot", self.slots[result]), result.meta["val"]
+            else:
+                raise Ineligible("output", f"{result.format_node()} is a result but neither a tensor of the body nor metadata")
+            self.program.outputs.append(entry)
+            self.program.output_values.append(value)
+
+
+def piece_key(gm: fx.GraphModule, symbols: Symbols) -> tuple[Any, ...]:
+    """Equal for two graphs with the same operations, constants and input shapes, whatever their names."""
+    number: dict[fx.Node, int] = {}
+
+    def size_key(size: Any) -> Any:  # in terms of n, so that two symbol environments agree
+        return (symbols.linear(size) or str(size)) if isinstance(size, (int, torch.SymInt)) else str(size)
+
+    def value_key(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return (str(value.dtype), str(value.device), *(tuple(map(size_key, s)) for s in (value.shape, value.stride())))
+        return size_key(value)
+
+    def argument_key(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return ("node", number[argument])
+        if isinstance(argument, (list, tuple)):
+            return tuple(argument_key(a) for a in argument)
+        if isinstance(argument, dict):
+            return tuple((k, argument_key(v)) for k, v in sorted(argument.items()))
+        if isinstance(argument, slice):
+            return ("slice", argument_key(argument.start), argument_key(argument.stop), argument_key(argument.step))
+        return (type(argument).__name__, repr(argument))
+
+    rows = []
+    for node in gm.graph.nodes:
+        number[node] = len(number)
+        if node.op == "placeholder":
+            rows.append(("placeholder", value_key(node.meta["val"])))
+            continue
+        target = node.target if isinstance(node.target, str) else _target_name(node.target)
+        if node.op == "get_attr":  # a constant of the graph: equal only to itself
+            target = f"{node.target}@{id(getattr(gm, node.target))}"
+        rows.append((node.op, target, argument_key(node.args), argument_key(node.kwargs)))
+    return tuple(rows)
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
