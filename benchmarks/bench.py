@@ -163,7 +163,7 @@ class Bench:
         if variant == "vitcg_replay":
             towers.runner("vitcg_call", case)()  # what the replay repeats; its result is checked as vitcg_call
             last = vitcg_backend.stats(towers.vitcg).last
-            if last is None or not last.hit:
+            if last is None or not last.hit or self.device.type != "cuda":  # a CPU has no graph to replay
                 self.say(f"{towers.name} {case.name}: no replay, {last.reason if last else 'no call'}")
                 return None
             return towers.runner(variant, case)

@@ -66,10 +66,10 @@ def _segments(
     """The same on a CPU, one segment at a time: for trying the script without a GPU."""
     assert cu_seqlens is not None
     bounds = cu_seqlens.tolist()
-    parts = [
-        F.scaled_dot_product_attention(*(t[low:high].transpose(0, 1) for t in (q, k, v)), scale=scaling).transpose(0, 1)
-        for low, high in pairwise(bounds)
-    ]
+    parts = []
+    for low, high in pairwise(bounds):
+        query, key, value = (tensor[low:high].transpose(0, 1) for tensor in (q, k, v))
+        parts.append(F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(0, 1))
     return torch.cat(parts)
 
 

@@ -54,9 +54,7 @@ def test_entry_point_is_the_backend():
 def test_torch_knows_the_backend_without_an_import_of_ours():
     """`backend="vitcg"` is found by its name alone."""
     installed()
-    program = (
-        "import torch, sys; assert 'vitcg' in torch.compiler.list_backends(); print('vitcg_backend' in sys.modules)"
-    )
+    program = "import torch, sys; print('vitcg' in torch.compiler.list_backends(), 'vitcg_backend' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "True False\n"
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
+import torch._inductor.config
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
 
@@ -30,11 +31,8 @@ __all__ = [
     "current_trace",
     "fresh_size",
     "is_marked",
-    "mark_static",
-    "mark_tokens",
-    "mark_unbacked",
+    "mark_rows",
     "new_size",
-    "on_compile_start",
     "real_tensors",
     "trace_artifact",
     "unowned",
@@ -63,14 +61,6 @@ def current_trace() -> Any:
         return None
 
 
-def on_compile_start(callback: Callable[..., None]) -> None:
-    """Call `callback` before each compile (torch/_dynamo/callback.py); `torch._dynamo.reset()` forgets it."""
-    from torch._dynamo.callback import callback_handler
-
-    if callback not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(callback)
-
-
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Inside a trace: compute with real tensors, none of the tracer's modes on."""
@@ -83,26 +73,23 @@ def is_marked(tensor: Tensor) -> bool:
     return any(getattr(tensor, mark, None) for mark in _MARKS)
 
 
-def mark_tokens(tensor: Tensor, axis: int) -> None:
-    """Make `axis` symbolic in the next trace, and every other axis a constant (also under ``dynamic=True``)."""
-    torch._dynamo.maybe_mark_dynamic(tensor, axis)
+def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
+    """Make `axis` symbolic in the next trace, and every other axis a constant (also under ``dynamic=True``).
+
+    Args:
+        tensor: a real input of the frame that is traced.
+        axis: its axis of rows.
+        unbacked: give the axis a size with no hint, so that 1 is not special (torch/_dynamo/decorators.py).
+    """
+    mark = torch._dynamo.decorators.mark_unbacked if unbacked else torch._dynamo.maybe_mark_dynamic
+    mark(tensor, axis)
     for other in range(tensor.dim()):
         if other != axis:
             torch._dynamo.mark_static(tensor, other)
 
 
-def mark_unbacked(tensor: Tensor, axis: int) -> None:
-    """Give `axis` a size with no hint, so that 1 is not special (torch/_dynamo/decorators.py)."""
-    torch._dynamo.decorators.mark_unbacked(tensor, axis)
-
-
-def mark_static(tensor: Tensor) -> None:
-    """Keep every axis of `tensor` a constant."""
-    torch._dynamo.mark_static(tensor)
-
-
 def clear_dynamic_marks(tensor: Tensor) -> None:
-    """Take the marks of `mark_tokens` and `mark_unbacked` off a tensor that belongs to a caller."""
+    """Take the marks of `mark_rows` off a tensor that belongs to a caller."""
     for mark in (*_MARKS, "_dynamo_static_indices"):
         if hasattr(tensor, mark):
             delattr(tensor, mark)
@@ -151,7 +138,6 @@ def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
     Source: `aot_module_simplified` (torch/_functorch/aot_autograd.py); 2.11 and 2.13 differ in the keywords left out here.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._inductor.decomposition import select_decomp_table
 
     def stop(aten: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(aten)
@@ -164,7 +150,7 @@ def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
                 list(fakes),
                 fw_compiler=stop,
                 inference_compiler=stop,
-                decompositions=select_decomp_table(),
+                decompositions=_decompositions(),
                 keep_inference_input_mutations=True,
             )
     except _Traced as traced:
@@ -173,6 +159,15 @@ def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
                 node.meta["val"] = getattr(traced.gm, node.target)
         return traced.gm
     raise RuntimeError("AOTAutograd handed no graph to its compiler")
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Inductor's, except for the matmul with an activation in its epilogue, which `gelu_epilogue` puts there on purpose."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = dict(select_decomp_table())
+    table.pop(torch.ops.aten._addmm_activation.default, None)
+    return table
 
 
 def compile_piece(gm: fx.GraphModule, mode: FakeTensorMode) -> Callable[[list[Any]], Sequence[Tensor]]:
@@ -189,7 +184,9 @@ def compile_piece(gm: fx.GraphModule, mode: FakeTensorMode) -> Callable[[list[An
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     context = torch._guards.TracingContext(mode)
-    with V.set_fake_mode(mode), torch._guards.tracing(context), V.set_choices_handler(_choices()), torch.no_grad():
+    # shape_padding decides by a comparison with the size hint and so guards on n: one compile would serve few buckets.
+    config = torch._inductor.config.patch(shape_padding=False)
+    with config, V.set_fake_mode(mode), torch._guards.tracing(context), V.set_choices_handler(_choices()), torch.no_grad():
         _recursive_joint_graph_passes(gm)
         return compile_fx_inner(gm, inputs, is_inference=True, cudagraphs=BoxedBool(False))
 

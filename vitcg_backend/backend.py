@@ -21,7 +21,7 @@ from .attention import KERNELS, VarlenKernel, choose
 from .debug import Dump
 from .errors import AttentionUnavailable, Refused
 from .options import Options
-from .passes import CompiledBody, Ineligible, PieceCache, compile_body
+from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .runtime import CompiledTower
 from .counters import CallRecord, Stats, combine
 
@@ -73,7 +73,7 @@ def vitcg(
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
-    tower = CompiledTower(body, _kernel(body, parsed), parsed, counters)
+    tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, example_inputs)
     _live.add(tower)
     return tower
 
@@ -121,12 +121,18 @@ def _ordinary(
 ) -> Callable[..., Any]:
     """The same lowered graph through Inductor, or operator by operator with ``inner="eager"``."""
     log.info("vitcg takes the ordinary path [%s]: %s", reason, detail)
+    gm = _copy(gm)
+    give_tokens(gm)
     counters.refusals[reason] = detail
     if options.strict:
         raise Refused(reason, detail)
     function: Callable[..., Any] = gm.forward
     if options.inner == "inductor":
-        function = _torch.compile_ordinary(gm, example_inputs)
+        try:
+            function = _torch.compile_ordinary(gm, example_inputs)
+        except Exception as error:  # whatever Inductor cannot do with this graph, its operators can
+            log.warning("vitcg runs a graph operator by operator, Inductor failed: %s: %s", type(error).__name__, error)
+            counters.refusals["inductor"] = f"{type(error).__name__}: {error}"
     owners = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)][:8]
     ordinary = _Ordinary(function, counters, reason, owners)
     _live.add(ordinary)
@@ -162,5 +168,5 @@ def reset() -> None:
 
 
 vitcg.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() looks for it
+lowering.import_metadata_functions()
 lowering.install()
-_torch.on_compile_start(lowering.install)

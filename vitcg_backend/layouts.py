@@ -20,12 +20,13 @@ from torch import Tensor
 from .attention import SegmentBounds, VarlenKernel
 from .bucketing import Bucket, Layout, capacity_tier, tail_grid
 from .passes import CompiledBody
-from .passes.graph import Role
+from .passes.graph import Role, token_axes
 
 __all__ = ["LayoutCache", "LayoutValues", "Misfit"]
 
 _LONGEST_TIERS = (64, 256, 1024, 8192)
 _MAX_LAYOUTS = 512
+_COMPARED_LAYOUTS = 64
 
 
 class Misfit(Exception):
@@ -81,6 +82,7 @@ class LayoutCache:
         self.body = body
         self.kernel = kernel
         self.segment_indices = sorted({s.segments for s in body.program.steps if hasattr(s, "segments")})
+        self._compared = 0
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
         self._state: tuple[Any, ...] = ()
         placeholders = body.bound.placeholders
@@ -137,6 +139,9 @@ class LayoutCache:
             lists = {i: tensors[i].tolist() for i in self.segment_indices}
             if total > rows:
                 self._check_closed(tensors, lists, rows, total)
+                if self._compared < _COMPARED_LAYOUTS:
+                    self._compared += 1
+                    self._check_equal(tensors, self.get(args, layout, rows, None).tensors, rows)
             values = self._with_segments(tensors, lists, total, bucket)
         device = args[self.body.bound.pixels].device
         if device.type == "cuda":
@@ -170,6 +175,17 @@ class LayoutCache:
             closed = (order[:real] < limit).all() & (order[:real] >= 0).all() & (order[real:] >= limit).all()
             if not bool(closed):
                 raise Misfit("gather_crosses_padding", f"metadata {index} moves rows across row {limit}")
+
+    def _check_equal(self, padded: tuple[Tensor, ...], exact: tuple[Tensor, ...], rows: int) -> None:
+        """The contract of metadata: what belongs to a real row is the same with and without dummy items."""
+        symbols = self.body.bound.symbols
+        for index, (node, a, b) in enumerate(zip(self.body.hoisted.metadata, padded, exact, strict=True)):
+            if index in self.segment_indices:
+                continue  # checked by their boundaries
+            axes = token_axes(node.meta["val"], symbols)
+            real = a.narrow(axes[0], 0, b.shape[axes[0]]) if axes else a
+            if not torch.equal(real, b):
+                raise Misfit("metadata_differs", f"metadata {node.name} of {rows} real rows depends on the padding")
 
     def _with_segments(
         self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], total: int, bucket: Bucket | None

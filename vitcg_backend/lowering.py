@@ -23,6 +23,7 @@ Note [Refusing a lowering]
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import sys
 import textwrap
@@ -37,7 +38,7 @@ from torch import Tensor
 from . import _torch, ops
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
 
-__all__ = ["install", "lowered_functions"]
+__all__ = ["import_metadata_functions", "install", "lowered_functions"]
 
 log = _torch.log
 _GRID_NAMES = ("grid_thw", "target_sizes")
@@ -51,15 +52,19 @@ def lowered_functions() -> list[str]:
     return sorted(f"{f.__module__}.{f.__qualname__}" for f in _lowered.values())
 
 
-def install(*_: Any) -> None:
-    """Register substitutes for what is imported by now; called before each compile, cheap when nothing is new."""
+def install() -> bool:
+    """Register substitutes for what is imported by now; cheap when nothing is new.
+
+    Returns:
+        Whether a function was newly registered.
+    """
     global _scanned
     if len(sys.modules) == _scanned:
-        return
+        return False
     with _lock:
-        _scanned = len(sys.modules)
+        before = len(_lowered)
         for name, module in list(sys.modules.items()):
-            if name == "transformers.vision_utils" or name.startswith("transformers.models.") and ".modeling_" in name:
+            if name == "transformers.vision_utils" or (name.startswith("transformers.models.") and ".modeling_" in name):
                 _install_module(module)
         utilities = sys.modules.get("transformers.utils.generic")
         if utilities is not None:
@@ -67,6 +72,17 @@ def install(*_: Any) -> None:
             _substitute(getattr(utilities, "is_flash_attention_requested", None), _make_flash_requested)
         for function in _attention_functions().values():
             _substitute(function, _make_attention)
+        _scanned = len(sys.modules)
+        return len(_lowered) > before
+
+
+def import_metadata_functions() -> None:
+    """Import what every tower's trace meets first, so that it is lowered however late the tower's own file is imported."""
+    for name in ("transformers.vision_utils", "transformers.modeling_utils"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:  # no transformers, or one without this module: nothing of it can be traced
+            log.info("vitcg lowers nothing of transformers: %s", error)
 
 
 def _install_module(module: types.ModuleType) -> None:
@@ -135,12 +151,17 @@ def _active() -> bool:
     trace = _torch.current_trace()
     if trace is None or not _is_vitcg(trace.output.compiler_fn):
         return False
+    if install():  # a modelling file imported since: its own functions were looked up before they were lowered
+        trace.speculation_log.clear()
+        raise _torch.TraceRestart("vitcg: new functions are lowered")
     return getattr(trace.speculation_log, "_vitcg_refused", None) is None
 
 
 def _refuse(reason: str) -> None:
     log.info("vitcg does not lower this compile: %s", reason)
     trace = _torch.current_trace()
+    for tensor in _inputs(trace):  # unbacked rows are a hard error in the tower's own loops over the grid
+        _torch.clear_dynamic_marks(tensor)
     trace.speculation_log.clear()
     trace.speculation_log._vitcg_refused = reason
     raise _torch.TraceRestart(f"vitcg: {reason}")
@@ -179,19 +200,24 @@ def _attends_here(implementation: str | None) -> bool:
 def _mark_inputs() -> None:
     """See Note [Dynamic from the first call]."""
     trace = _torch.current_trace()
-    root = getattr(trace.output, "root_tx", None) or trace
-    tensors = list(_tensors(root.f_locals.values()))
+    tensors = _inputs(trace)
     grid = next((t for t in tensors if _is_grid(t)), None)
     if grid is None or _torch.is_marked(grid):
         return
     with _torch.real_tensors():
         total = int(grid.prod(1).sum())
-    _torch.mark_unbacked(grid, 0)
+    _torch.mark_rows(grid, 0, unbacked=True)
     for tensor in tensors:
         if tensor is not grid and not _torch.is_marked(tensor) and total in tensor.shape:
-            _torch.mark_tokens(tensor, tuple(tensor.shape).index(total))
+            _torch.mark_rows(tensor, tuple(tensor.shape).index(total), unbacked=False)
     trace.speculation_log.clear()
     raise _torch.TraceRestart("vitcg: the rows of the pixels and of the grid are dynamic")
+
+
+def _inputs(trace: Any) -> list[Tensor]:
+    """The real tensors that the traced frame was called with."""
+    root = getattr(trace.output, "root_tx", None) or trace
+    return list(_tensors(root.f_locals.values()))
 
 
 def _is_grid(tensor: Tensor) -> bool:

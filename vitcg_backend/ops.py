@@ -65,7 +65,9 @@ def _metadata(
 @_metadata.register_fake
 def _(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
     rules = shape_rule(key, int(grid.shape[1]), tuple(t.dtype for t in tensors), constants)
-    patches = _patches_of(grid) if tokens is None else tokens
+    # Made only where an output needs it: torch rejects a fresh size that no output shows.
+    follows = any(axis[0] == "patches" for rule in rules.outputs for axis in rule.axes)
+    patches = tokens if tokens is not None or not follows else _patches_of(grid)
     return [rule.empty(grid, patches) for rule in rules.outputs]
 
 

@@ -65,9 +65,17 @@ class CompiledTower:
         kernel: attention of the body, None without attention.
         options: the user's options.
         stats: counters to keep.
+        example_inputs: the first call's arguments, to tell whose graph this is; only weak references are kept.
     """
 
-    def __init__(self, body: CompiledBody, kernel: VarlenKernel | None, options: Options, stats: Stats) -> None:
+    def __init__(
+        self,
+        body: CompiledBody,
+        kernel: VarlenKernel | None,
+        options: Options,
+        stats: Stats,
+        example_inputs: Sequence[Any],
+    ) -> None:
         self.body, self.kernel, self.options, self.stats = body, kernel, options, stats
         bound = body.bound
         unit = bound.symbols.unit
@@ -89,7 +97,7 @@ class CompiledTower:
         self._pool: Any = None
         self._last_use: Any = None
         self._lock = threading.RLock()
-        self._owners: list[weakref.ref[Tensor]] = []
+        self._owners = self._weak_owners(example_inputs)
 
     # --- a call -----------------------------------------------------------------------------------------------------
 
@@ -119,6 +127,8 @@ class CompiledTower:
             return _Ask(layout, rows, None, "invalid_grid")
         reason = self._misfit(layout, rows)
         bucket = None if reason else self.ladder.fit(rows)
+        if not self.body.allows(bucket.tokens if bucket else rows // bound.symbols.unit):
+            return _Ask(layout, rows, None, "outside_compiled_sizes")
         return _Ask(layout, rows, bucket, reason or (None if bucket else "over_largest_budget"))
 
     def _misfit(self, layout: Layout | None, rows: int) -> str | None:
@@ -264,8 +274,11 @@ class CompiledTower:
         if addresses != self._last_state[0]:
             number = self._states.setdefault(tuple(addresses), len(self._states))
             self._last_state = (addresses, number)
-            self._owners = [weakref.ref(args[i]) for i in self._state_positions[:8]]
+            self._owners = self._weak_owners(args)
         return self._last_state[1]
+
+    def _weak_owners(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
+        return [weakref.ref(args[i]) for i in self._state_positions[:8]]
 
     def _on_stream(self, args: Sequence[Any]) -> Any:
         device = args[self.body.bound.pixels].device
@@ -339,7 +352,7 @@ class _NoStream:
 
 
 _NO_STREAM = _NoStream()
-_BY_OPERATORS = {"invalid_grid"}
+_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes"}
 
 
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

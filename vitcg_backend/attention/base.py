@@ -136,14 +136,14 @@ def padded_cu_seqlens(cu_seqlens: Sequence[int], bounds: SegmentBounds, *, cover
     return padded
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, rows: int, *, strides: bool = True) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, rows: int | None, *, strides: bool = True) -> None:
     """Check that q, k and v are packed heads of `rows` rows that belong together, and their last axes contiguous.
 
     Args:
         q: see `VarlenKernel.forward`, and so k and v.
         k: see `q`.
         v: see `q`.
-        rows: rows that each of them must have.
+        rows: rows that each of them must have; None = leave the rows alone.
         strides: also check the last axes.
 
     Raises:
@@ -152,7 +152,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, rows: int, *, strides: bool =
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"packed attention takes [rows, heads, head_dim] tensors, got {shapes}")
-    if not q.shape[0] == k.shape[0] == v.shape[0] == rows:
+    if rows is not None and not q.shape[0] == k.shape[0] == v.shape[0] == rows:
         raise ValueError(f"packed attention of {rows} rows got {shapes}")
     if k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"the heads of k and v must be equal and divide those of q, got {shapes}")

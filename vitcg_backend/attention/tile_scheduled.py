@@ -22,20 +22,22 @@ __all__ = ["TileConfig", "TileScheduledKernel", "split_head", "tile_config"]
 
 _UNIT = 8  # elements: 16 bytes of half precision, the widest load of a thread and the step of a TMA stride
 _PROGRAMS = 132  # multiprocessors of an H200; fewer programs of a tile's height than this leave some of them idle
+_LEAST_SCALE = 1e-30  # instead of 0: times the mask's score of -3e38 it still is a weight of 0
 _SPARE_TILES = 16  # programs beyond those for full tiles; what still remains, the programs take in turn
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How the kernel is compiled: query rows and keys of a block, warps of a program, stages of the loads' pipeline."""
+    """How the kernel is compiled: query rows and keys of a block, warps of a program, stages of the loads' pipeline.
+
+    `registers` caps those of a thread (None: no cap) where a cap of 128 fits one more program on a multiprocessor.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-
-
-_SMALL = TileConfig(64, 64, 4, 2)
+    registers: int | None = None
 
 
 def tile_config(head_dim: int, heads: int, bounds: SegmentBounds, *, bulk: bool) -> TileConfig:
@@ -48,19 +50,20 @@ def tile_config(head_dim: int, heads: int, bounds: SegmentBounds, *, bulk: bool)
         bulk: blocks are loaded by TMA; without it only the configuration with the smallest footprint is used.
     """
     longest = bounds.longest
+    small = TileConfig(64, 64, 4, 2, 128 if bulk and head_dim <= 80 else None)
     if not bulk or longest <= 64 or -(-bounds.rows // 128) * heads < _PROGRAMS:
-        return _SMALL
+        return small
     if head_dim <= 64:
-        return _SMALL
+        return small
     if head_dim == 80:  # 64 + 16 without a masked column
-        return _SMALL if longest <= 8192 else TileConfig(128, 64, 4, 3)
+        return small if longest <= 8192 else TileConfig(128, 64, 4, 3)
     if head_dim < 80:
         if longest <= 1024:
-            return TileConfig(128, 64, 8, 2 if longest <= 256 else 3)
+            return TileConfig(128, 64, 8, 2 if longest <= 256 else 3, 128)
         return TileConfig(128, 64, 4, 3)
     if head_dim <= 96:
-        return TileConfig(128, 64, 4, 3)
-    return _SMALL if longest <= 2048 else TileConfig(128, 64, 8, 3)
+        return TileConfig(128, 64, 8, 3, 128) if 256 < longest <= 1024 else TileConfig(128, 64, 4, 3)
+    return small if longest <= 2048 else TileConfig(128, 64, 8, 3)
 
 
 def split_head(head_dim: int) -> tuple[int, int]:
@@ -153,10 +156,10 @@ class TileScheduledKernel(VarlenKernel):
                 describe(k, config.block_n, d0), describe(k, config.block_n, d1),
                 describe(v, config.block_n, d0), describe(v, config.block_n, d1),
                 *(stride // unit for stride in strides),
-                abs(scale) * math.log2(math.e),
+                max(abs(scale) * math.log2(math.e), _LEAST_SCALE),
                 HEADS=heads, GROUPS=heads // k.shape[1], DIM=head_dim, D0=d0, D1=d1,
                 UNIT=unit, BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages,
                 TMA=bulk, NEGATIVE=scale < 0,
-                num_warps=config.warps, num_stages=config.stages,
+                num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
             )  # fmt: skip
         return out

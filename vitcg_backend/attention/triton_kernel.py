@@ -5,9 +5,10 @@ two dots, 64 + 16 for 72 and 80, so that no product is padded to 128.
 
 Note [Only rows of the segment]
     A softmax weight of zero does not keep a row out: 0 * NaN is NaN, and the rows after a segment belong to another
-    image or to a stale buffer. So the last, partial block of keys and values is loaded with a mask, before the loop;
-    the loop sees whole blocks of the segment only, needs no mask at all, and may use bulk (TMA) loads. Rows of q beyond
-    the tile are harmless: they reach no other row and are not stored.
+    image or to a stale buffer. So no block of values may reach past the segment. In a segment of at least one block,
+    the last block is shifted back to end where the segment ends, and the scores of the keys seen before are masked: all
+    loads are whole blocks, which suits bulk (TMA) loads, and only scores are masked. A shorter segment is one block,
+    loaded with a mask. Rows of q beyond the tile are harmless: they reach no other row and are not stored.
 """
 
 # Triton's own annotations are tl.constexpr or none, and constants are in capitals, as in its tutorials. No postponed
@@ -20,7 +21,8 @@ import triton.language as tl
 
 __all__ = ["attention_kernel"]
 
-# Below every score, and finite: the difference of two of them is 0, not NaN.
+# Below every score, and finite: the difference of two of them is 0, not NaN. Times any scale that the launch passes on
+# it is still low enough for a weight of 0.
 _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
@@ -36,26 +38,25 @@ def _load_rows(base, rows, end, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _attend(
-    q0, q1, k0, k1, v0, v1, top, total, acc0, acc1, scale_log2, valid,
-    MASKED: tl.constexpr, NEGATIVE: tl.constexpr, D1: tl.constexpr,
-):  # fmt: skip
-    """One online-softmax step over a block of keys.
-
-    `top` is the highest scaled score of each row so far (in powers of two), `total` the sum of its weights, `acc0` and
-    `acc1` its weighted values. With MASKED, only the keys that are `valid` count.
-    """
+def _scores(q0, q1, k0, k1, D1: tl.constexpr, NEGATIVE: tl.constexpr):
+    """Unscaled scores of a block of keys, ``[BLOCK_M, BLOCK_N]`` in float32."""
     scores = tl.dot(q0, k0.T)
     if D1 > 0:
         scores = tl.dot(q1, k1.T, scores)
     if NEGATIVE:
         scores = -scores
-    if MASKED:
-        scores = tl.where(valid[None, :], scores, _LOWEST)
+    return scores
+
+
+@triton.jit
+def _accumulate(scores, v0, v1, top, total, acc0, acc1, scale_log2, D1: tl.constexpr):
+    """One step of the online softmax.
+
+    `top` is the highest scaled score of each row so far (an exponent of two), `total` the sum of its weights, `acc0`
+    and `acc1` its weighted values.
+    """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     weights = tl.math.exp2(scores * scale_log2 - new_top[:, None])
-    if MASKED:
-        weights = tl.where(valid[None, :], weights, 0.0)
     decay = tl.math.exp2(top - new_top)
     total = total * decay + tl.sum(weights, 1)
     weights = weights.to(v0.dtype)
@@ -79,7 +80,7 @@ def attention_kernel(
     q is ``[rows, HEADS, DIM]``, k and v are ``[rows, HEADS / GROUPS, DIM]``, out is contiguous like q; `table_ptr`
     points to the number of used tiles (int32), then the tiles. `q_row` and `q_head` are the strides of a row and of a
     head in units of UNIT elements, so that the compiler knows how wide it may load; the same for k and v. `scale_log2`
-    is the magnitude of the scale of the scores times log2(e), NEGATIVE its sign.
+    is the magnitude of the scale of the scores times log2(e), not zero, and NEGATIVE its sign.
 
     D0 is the power of two up to DIM, D1 a power of two that covers the rest, or 0. With TMA, whole blocks are loaded
     through descriptors of ``[heads, rows, DIM]``: `q_desc0` for the D0 columns, `q_desc1` for the D1 columns, etc.
@@ -119,10 +120,8 @@ def attention_kernel(
             acc1 = tl.zeros([BLOCK_M, D1], tl.float32)
 
         # See Note [Only rows of the segment].
-        partial = length % BLOCK_N
-        whole_end = start + length - partial
-        if partial > 0:
-            keys = whole_end + columns
+        if length < BLOCK_N:
+            keys = start + columns
             k0 = _load_rows(k_base, keys, start + length, k_row * UNIT, 0, D0, DIM)
             v0 = _load_rows(v_base, keys, start + length, v_row * UNIT, 0, D0, DIM)
             k1 = k0
@@ -130,28 +129,31 @@ def attention_kernel(
             if D1 > 0:
                 k1 = _load_rows(k_base, keys, start + length, k_row * UNIT, D0, D1, DIM)
                 v1 = _load_rows(v_base, keys, start + length, v_row * UNIT, D0, D1, DIM)
-            top, total, acc0, acc1 = _attend(
-                q0, q1, k0, k1, v0, v1, top, total, acc0, acc1, scale_log2, columns < partial, True, NEGATIVE, D1
-            )
-        for key in tl.range(start, whole_end, BLOCK_N, num_stages=STAGES):
-            if TMA:
-                k0 = k_desc0.load([kv_head, key, 0]).reshape(BLOCK_N, D0)
-                v0 = v_desc0.load([kv_head, key, 0]).reshape(BLOCK_N, D0)
-            else:
-                k0 = _load_rows(k_base, key + columns, whole_end, k_row * UNIT, 0, D0, DIM)
-                v0 = _load_rows(v_base, key + columns, whole_end, v_row * UNIT, 0, D0, DIM)
-            k1 = k0
-            v1 = v0
-            if D1 > 0:
+            scores = tl.where((columns < length)[None, :], _scores(q0, q1, k0, k1, D1, NEGATIVE), _LOWEST)
+            top, total, acc0, acc1 = _accumulate(scores, v0, v1, top, total, acc0, acc1, scale_log2, D1)
+        else:
+            for offset in tl.range(0, length, BLOCK_N, num_stages=STAGES):
+                seen = tl.maximum(offset + BLOCK_N - length, 0)
+                key = start + offset - seen
                 if TMA:
-                    k1 = k_desc1.load([kv_head, key, D0]).reshape(BLOCK_N, D1)
-                    v1 = v_desc1.load([kv_head, key, D0]).reshape(BLOCK_N, D1)
+                    k0 = k_desc0.load([kv_head, key, 0]).reshape(BLOCK_N, D0)
+                    v0 = v_desc0.load([kv_head, key, 0]).reshape(BLOCK_N, D0)
                 else:
-                    k1 = _load_rows(k_base, key + columns, whole_end, k_row * UNIT, D0, D1, DIM)
-                    v1 = _load_rows(v_base, key + columns, whole_end, v_row * UNIT, D0, D1, DIM)
-            top, total, acc0, acc1 = _attend(
-                q0, q1, k0, k1, v0, v1, top, total, acc0, acc1, scale_log2, columns < BLOCK_N, False, NEGATIVE, D1
-            )
+                    k0 = _load_rows(k_base, key + columns, start + length, k_row * UNIT, 0, D0, DIM)
+                    v0 = _load_rows(v_base, key + columns, start + length, v_row * UNIT, 0, D0, DIM)
+                k1 = k0
+                v1 = v0
+                if D1 > 0:
+                    if TMA:
+                        k1 = k_desc1.load([kv_head, key, D0]).reshape(BLOCK_N, D1)
+                        v1 = v_desc1.load([kv_head, key, D0]).reshape(BLOCK_N, D1)
+                    else:
+                        k1 = _load_rows(k_base, key + columns, start + length, k_row * UNIT, D0, D1, DIM)
+                        v1 = _load_rows(v_base, key + columns, start + length, v_row * UNIT, D0, D1, DIM)
+                scores = _scores(q0, q1, k0, k1, D1, NEGATIVE)
+                if seen > 0:
+                    scores = tl.where((columns >= seen)[None, :], scores, _LOWEST)
+                top, total, acc0, acc1 = _accumulate(scores, v0, v1, top, total, acc0, acc1, scale_log2, D1)
 
         # A tile of the padded tail has attended to nothing: 0 / 1.
         factor = 1.0 / tl.where(length > 0, total, 1.0)

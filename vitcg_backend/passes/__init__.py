@@ -10,34 +10,47 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 from torch import fx
 
 from .. import _torch
 from ..debug import Dump
 from ..options import Options
-from .bind_tokens import Bound, bind_tokens
+from .bind_tokens import Bound, bind_tokens, give_tokens
+from .gelu_epilogue import gelu_epilogue
 from .graph import Ineligible
 from .hoist_metadata import Hoisted, hoist_metadata
 from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
-from .prove_padding import Gather, Proof, prove_padding
+from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
 
-__all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body"]
+__all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body", "give_tokens"]
 
-REWRITES = (patch_conv_to_matmul,)
-"""Passes on ATen pieces, in order; each states its numerics contract."""
+TORCH_REWRITES = (gelu_epilogue,)
+"""Rewrites of a piece before it is traced to ATen, where an activation is still one operation."""
+
+ATEN_REWRITES = (patch_conv_to_matmul,)
+"""Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them."""
 
 PieceFunction = Callable[[list[Any]], Any]
 
 
 @dataclass
 class CompiledPiece:
-    """A unique piece, ready to call with ``[n, *tensors]``, and what its proof said."""
+    """A unique piece, ready to call with ``[n, *tensors]``.
+
+    Attributes:
+        function: what to call.
+        proof: what the padding proof said, None when it refused.
+        refusal: why it refused.
+        limits: what tracing and Inductor assumed about n, such as sizes that fit 32-bit indices, as (symbol, expressions).
+    """
 
     function: PieceFunction
     proof: Proof | None
     refusal: Ineligible | None
+    limits: tuple[sympy.Symbol, list[sympy.Basic]]
 
 
 @dataclass
@@ -58,6 +71,7 @@ class CompiledBody:
         functions: for each unique piece of the program, what to call.
         gathers: (metadata index, index rows per n, source rows per n) that each layout must satisfy.
         refusal: why the body may not be padded, or None when every piece is proved.
+        limits: what the trace and the compiled pieces assume about n, see `CompiledPiece`.
     """
 
     hoisted: Hoisted
@@ -65,6 +79,18 @@ class CompiledBody:
     functions: list[PieceFunction]
     gathers: list[tuple[int, int, int]]
     refusal: Ineligible | None
+    limits: list[tuple[sympy.Symbol, list[sympy.Basic]]]
+
+    def __post_init__(self) -> None:
+        self._allowed: dict[int, bool] = {}
+
+    def allows(self, n: int) -> bool:
+        """Whether the compiled pieces are right for `n` tokens."""
+        if n not in self._allowed:
+            if len(self._allowed) > 4096:
+                self._allowed.clear()
+            self._allowed[n] = all(e.subs(s, n) == sympy.true for s, es in self.limits for e in es)
+        return self._allowed[n]
 
     @property
     def bound(self) -> Bound:
@@ -84,18 +110,21 @@ def compile_body(gm: fx.GraphModule, *, options: Options, cache: PieceCache, dum
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)
     program = split_at_attention(hoisted)
-    functions, gathers, refusal = [], set(), None
+    functions, gathers, limits = [], set(), []
+    refusal = prove_prologue(hoisted)
     for number, piece in enumerate(program.pieces):
         dump(f"piece{number}_used_{piece.uses}_times", piece.gm)
         compiled = _compile_piece(piece, program, number, options=options, cache=cache, dump=dump)
         functions.append(compiled.function)
+        limits.append(compiled.limits)
         refusal = refusal or compiled.refusal
         for gather in compiled.proof.gathers if compiled.proof else []:
             for uses in piece.metadata_inputs:
                 gathers.add(_obligation(gather, uses))
+    limits.append((program.symbols.symbol, program.symbols.guards()))
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
-    return CompiledBody(hoisted, program, functions, sorted(g for g in gathers if g is not None), refusal)
+    return CompiledBody(hoisted, program, functions, sorted(g for g in gathers if g is not None), refusal, limits)
 
 
 def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | None:
@@ -111,8 +140,12 @@ def _compile_piece(
     if key in cache.pieces:
         return cache.pieces[key]
     symbols = program.symbols
-    fakes = [node.meta["val"] for node in piece.gm.graph.nodes if node.op == "placeholder"]
-    aten = _torch.aot_trace(piece.gm, fakes, symbols.mode)
+    compiled = options.inner == "inductor"
+    gm = piece.gm
+    for rewrite in TORCH_REWRITES if compiled else ():
+        gm = rewrite(gm)
+    fakes = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    aten = _torch.aot_trace(gm, fakes, symbols.mode)
     proof, refusal = None, None
     try:
         proof = prove_padding(aten, symbols)
@@ -120,12 +153,12 @@ def _compile_piece(
     except Ineligible as error:
         refusal = error
         dump(f"piece{number}_refused", str(error))
-    for rewrite in REWRITES:
+    for rewrite in ATEN_REWRITES if compiled else ():
         aten = rewrite(aten)
     dump(f"piece{number}_aten", aten)
-    function = _torch.compile_piece(aten, symbols.mode) if options.inner == "inductor" else _run_eager(piece.gm)
+    function = _torch.compile_piece(aten, symbols.mode) if compiled else _run_eager(piece.gm)
     cache.compiled += 1
-    cache.pieces[key] = CompiledPiece(function, proof, refusal)
+    cache.pieces[key] = CompiledPiece(function, proof, refusal, (symbols.symbol, symbols.guards()))
     return cache.pieces[key]
 
 

@@ -37,7 +37,7 @@ from .. import _torch
 from ..ops import METADATA
 from .graph import Ineligible, Role, Symbols, source_line, where
 
-__all__ = ["Bound", "bind_tokens"]
+__all__ = ["Bound", "bind_tokens", "give_tokens"]
 
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch._check, torch.sym_constrain_range_for_size}
 if hasattr(torch.ops.aten, "sym_constrain_range_for_size"):
@@ -80,23 +80,66 @@ def bind_tokens(gm: fx.GraphModule) -> Bound:
     """
     _require_pure(gm)
     placeholders = where(gm.graph.nodes, "placeholder")
-    metadata = [node for node in gm.graph.nodes if node.target in (METADATA, torch.ops.vitcg.metadata)]
+    metadata = _metadata_nodes(gm)
     grid = _grid_input(placeholders, metadata)
     for node in placeholders:
         node.meta["role"] = Role.GRID if node is grid else _role(node)
     pixels, axis, size = _pixel_input(placeholders)
     pixels.meta["role"] = Role.PIXELS
     symbols = Symbols.create(_unit(gm, metadata, size))
-    tokens = next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None)
-    for node in metadata:
-        if tokens is not None and len(node.args) == 4 and "tokens" not in node.kwargs:
-            node.args = (*node.args, tokens)
-    _erase_asserts(gm)
+    give_tokens(gm, next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None))
     _propagate(gm, symbols, size)
     gm.graph.lint()
     gm.recompile()
     index = {node: i for i, node in enumerate(placeholders)}
     return Bound(gm, symbols, index[pixels], axis, None if grid is None else index[grid])
+
+
+def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None) -> None:
+    """Give the metadata operators of a Dynamo graph their token count and erase what asserts it, in place.
+
+    Also for a graph that Inductor compiles as a whole: it then has no unknown size that stands for a known one.
+
+    Args:
+        gm: the graph.
+        default: the size input to use where Dynamo found none equal to an operator's unknown size.
+    """
+    for node in _metadata_nodes(gm):
+        tokens = _token_input(gm, node) or default
+        if tokens is None or len(node.args) != 4:
+            continue
+        node.args = (*node.args, tokens)
+        bindings = node.meta.get("unbacked_bindings") or {}
+        node.meta["unbacked_bindings"] = {s: path for s, path in bindings.items() if _is_unknown(node, s)}
+    _erase_asserts(gm)
+    gm.recompile()
+
+
+def _metadata_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.target in (METADATA, torch.ops.vitcg.metadata)]
+
+
+def _token_input(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The size input that the rows of a metadata operator's results are equal to."""
+    sizes = {}
+    for placeholder in where(gm.graph.nodes, "placeholder"):
+        value = placeholder.meta.get("example_value")
+        if isinstance(value, torch.SymInt):
+            sizes[_expression(value)] = placeholder
+    for result in node.meta.get("example_value") or ():
+        for size in result.shape:
+            if isinstance(size, torch.SymInt) and _expression(size) in sizes:
+                return sizes[_expression(size)]
+    return None
+
+
+def _expression(size: torch.SymInt) -> Any:
+    return size.node.shape_env.replace(size.node.expr)
+
+
+def _is_unknown(node: fx.Node, symbol: Any) -> bool:
+    sizes = [s for r in node.meta.get("example_value") or () for s in r.shape if isinstance(s, torch.SymInt)]
+    return not sizes or sizes[0].node.shape_env.replace(symbol) == symbol
 
 
 def _require_pure(gm: fx.GraphModule) -> None:

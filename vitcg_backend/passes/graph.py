@@ -43,7 +43,7 @@ class Symbols:
 
     Attributes:
         mode: fake mode that all values of the graph belong to.
-        shape_env: its shape environment; a guard on `n` in it makes the graph ineligible.
+        shape_env: its shape environment, with the guards on `n`.
         symbol: the sympy symbol of `n`.
         n: `n` as a SymInt.
         unit: rows that the tower merges into one output token (the square of the spatial merge size), 1 if it merges none.
@@ -78,9 +78,9 @@ class Symbols:
         """Whether `size` changes with n."""
         return isinstance(size, torch.SymInt) and self.symbol in self.shape_env.simplify(size.node.expr).free_symbols
 
-    def guards(self) -> list[str]:
-        """Guards on n that tracing has added: each would make one compiled graph wrong for some sizes."""
-        return [str(g.expr) for g in self.shape_env.guards if self.symbol in g.expr.free_symbols]
+    def guards(self) -> list[sympy.Basic]:
+        """Assumptions about n that tracing or compiling has made so far: the result is right where they all hold."""
+        return [g.expr for g in self.shape_env.guards if self.symbol in g.expr.free_symbols]
 
 
 def is_size(value: Any) -> bool:

@@ -33,7 +33,7 @@ from torch import fx
 from .bind_tokens import Bound
 from .graph import Ineligible, Role, is_size
 
-__all__ = ["Hoisted", "hoist_metadata"]
+__all__ = ["BODY", "FREE", "PROLOGUE", "Hoisted", "hoist_metadata"]
 
 FREE, PROLOGUE, BODY = "free", "prologue", "body"
 

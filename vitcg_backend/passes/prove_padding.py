@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, fx
 
 from .graph import Ineligible, Symbols, is_size, rows_of, source_line, token_axes, where
+from .hoist_metadata import PROLOGUE, Hoisted
 from .row_rules import RULES, Refusal, Rows
 
-__all__ = ["Gather", "Proof", "prove_padding"]
+__all__ = ["Gather", "Proof", "prove_padding", "prove_prologue"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,40 @@ def prove_padding(gm: fx.GraphModule, symbols: Symbols) -> Proof:
         if node.op == "call_function" and not is_size(node.meta.get("val")):
             walker.visit(node)
     walker.check_results()
-    guards = symbols.guards()
-    if guards:
-        raise Ineligible("guard", f"tracing assumed {', '.join(guards)} about the token count")
     return proof
+
+
+def prove_prologue(hoisted: Hoisted) -> Ineligible | None:
+    """Why the prologue may differ on a padded grid: a token count used as a value, which padding changes.
+
+    That rows of metadata belong to their item is the contract of metadata functions; the runtime compares padded with
+    unpadded metadata besides (`layouts.py`).
+    """
+    symbols = hoisted.bound.symbols
+    for node in hoisted.bound.gm.graph.nodes:
+        if hoisted.kind.get(node) != PROLOGUE or is_size(node.meta["val"]) or node.op == "placeholder":
+            continue
+        arguments = [*node.args, *node.kwargs.values()]
+        if any(_holds_size(a, symbols) for a in arguments) and not _takes_shape(node, symbols):
+            line = source_line(node)
+            return Ineligible("unproved", f"{node.format_node()} uses the number of tokens as a value ({line})")
+    return None
+
+
+def _takes_shape(node: fx.Node, symbols: Symbols) -> bool:
+    """Whether a torch-level node uses token counts as a shape, as the end of a range from a constant, or as metadata does."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if "metadata" in name or name in ("view", "reshape", "expand", "zeros", "ones", "empty"):
+        return True
+    if name == "full":
+        return not _holds_size(node.args[1:], symbols)
+    return name == "arange" and len(node.args) == 1  # row i is i, however many rows there are
+
+
+def _holds_size(argument: Any, symbols: Symbols) -> bool:
+    found: list[fx.Node] = []
+    fx.map_arg(argument, lambda node: found.append(node))
+    return any(symbols.depends(node.meta.get("val")) for node in found)
 
 
 class _Walker:
@@ -87,10 +118,10 @@ class _Walker:
         if rule is None:
             self._refuse(node, "has no rule")
         for position, argument in enumerate([*node.args, *node.kwargs.values()]):
-            if position != rule.shape_argument and self._holds_size(argument):
+            if position != rule.shape_argument and _holds_size(argument, self.symbols):
                 self._refuse(node, "uses the number of tokens as a value")
-        rows = Rows(node, self._rows, self.symbols, self._gather)
         try:
+            rows = Rows(node, self._rows, self.symbols, self._gather)
             if not rows.inputs and not rows.output_carries:
                 text = "no token axis"
             elif not rows.inputs:
@@ -102,11 +133,6 @@ class _Walker:
         except Ineligible as error:
             self._refuse(node, error.detail)
         self.proof.rules.append((str(node.target), text))
-
-    def _holds_size(self, argument: Any) -> bool:
-        found: list[fx.Node] = []
-        fx.map_arg(argument, lambda node: found.append(node))
-        return any(self.symbols.depends(node.meta.get("val")) for node in found)
 
     def check_results(self) -> None:
         """Results must have known shapes too: a size that nobody knows cannot be cut to the real rows."""

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..attention import op as _op  # noqa: F401  registers the operator
 from .graph import Ineligible, Symbols, is_size
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
 from .program import AttentionStep, PieceStep, Program, UniquePiece

@@ -1,0 +1,59 @@
+"""Helpers of the tests: compile a tiny tower, run a sequence of layouts against eager, hold outputs and look again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vitcg_backend
+from vitcg_backend import testing
+
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+IMAGE = ((1, 4, 4),)
+TWO_IMAGES = ((1, 8, 4), (1, 4, 4))
+VIDEO = ((2, 8, 8),)
+MIXED = ((1, 4, 4), (1, 4, 4), (2, 8, 4))
+LAYOUTS = (IMAGE, TWO_IMAGES, VIDEO, MIXED, ((1, 16, 16),), ((3, 12, 4), (1, 4, 8)))
+
+
+def compile_tower(tower: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> Any:
+    """`torch.compile` with pieces that run eagerly, unless the options say otherwise."""
+    options = {"inner": "eager", **options}
+    return torch.compile(tower, backend="vitcg", dynamic=dynamic, fullgraph=fullgraph, options=options)
+
+
+def run(tower: nn.Module, layout: Sequence[Any], seed: int = 0, **kwargs: Any) -> Any:
+    """One call under `no_grad`."""
+    pixels, grid = testing.make_inputs(getattr(tower, "_orig_mod", tower), tuple(layout), seed=seed)
+    with torch.no_grad():
+        return tower(pixels, grid_thw=grid, **kwargs)
+
+
+def assert_same(compiled: nn.Module, tower: nn.Module, layout: Sequence[Any], seed: int = 0, **kwargs: Any) -> list[Tensor]:
+    """One call, bit for bit equal to eager; its output tensors."""
+    output = run(compiled, layout, seed, **kwargs)
+    testing.assert_bitwise(output, run(tower, layout, seed, **kwargs))
+    return testing.flatten(output)
+
+
+def assert_sequence(compiled: nn.Module, tower: nn.Module, layouts: Sequence[Any], rounds: int = 3, seed: int = 0) -> None:
+    """Layouts shuffled and repeated; every output is kept and compared again at the end."""
+    order = [layout for layout in layouts for _ in range(rounds)]
+    random.Random(seed).shuffle(order)
+    held = []
+    for step, layout in enumerate(order):
+        outputs = assert_same(compiled, tower, layout, seed=step)
+        held.append((outputs, [t.clone() for t in outputs]))
+    for outputs, copies in held:
+        for now, then in zip(outputs, copies, strict=True):
+            assert torch.equal(now, then), "an earlier result changed"
+
+
+def stats(tower: nn.Module) -> vitcg_backend.Stats:
+    """Counters of the tower."""
+    return vitcg_backend.stats(tower)

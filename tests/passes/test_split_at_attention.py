@@ -1,0 +1,108 @@
+"""split_at_attention: cuts at attention, shares equal pieces, computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import Module, attend, hoisted, metadata, program, targets
+
+from vitcg_backend.passes.graph import Ineligible
+from vitcg_backend.passes.program import AttentionStep, PieceStep
+from vitcg_backend.passes.split_at_attention import split_at_attention
+
+
+def layers(m, x, g):
+    cu = metadata("boundaries", g)
+    for _ in range(4):
+        x = x + attend(x @ m.weight, cu).relu() @ m.second
+    return x
+
+
+def test_cuts_at_attention_and_shares_equal_pieces() -> None:
+    """Four equal layers are five calls of three pieces: first, middle, last."""
+    result = program(layers)
+    kinds = ["A" if isinstance(s, AttentionStep) else s.piece for s in result.steps]
+    assert kinds == [0, "A", 1, "A", 1, "A", 1, "A", 2]
+    assert [p.uses for p in result.pieces] == [1, 3, 1]
+    assert all("varlen" not in name for p in result.pieces for name in targets(p.gm))
+
+
+def test_the_program_computes_what_the_graph_computed() -> None:
+    """Pieces and attention called in order are bit-equal to the module."""
+    module = Module(layers)
+    grid = torch.tensor([[1, 2, 3], [2, 2, 2]])
+    pixels = torch.randn(14, 8)
+    slots: dict[int, torch.Tensor] = {}
+    cu = torch.tensor([0, 6, 14], dtype=torch.int32)
+    graph = hoisted(layers)
+    result = split_at_attention(graph)
+    inputs = {"pixels": pixels, "weight": module.weight, "second": module.second}
+    with torch.no_grad():
+        expected = module(pixels, grid)
+        for slot, position in result.arguments:
+            name = graph.bound.placeholders[position].name
+            slots[slot] = next(tensor for key, tensor in inputs.items() if key in name)
+        for step in result.steps:
+            if isinstance(step, PieceStep):
+                outputs = result.pieces[step.piece].gm(14, *[slots[i] for i in step.inputs])
+                slots.update(zip(step.outputs, outputs, strict=True))
+            else:
+                q, k, v = slots[step.query], slots[step.key], slots[step.value]
+                slots[step.output] = torch.ops.vitcg.varlen_attention(q, k, v, cu, step.scale)
+            for slot in step.free:
+                del slots[slot]
+    assert torch.equal(slots[result.outputs[0][1]], expected)
+
+
+def test_unrelated_graph_is_one_piece() -> None:
+    """Without attention the body is one piece with the same operations."""
+    result = program(lambda m, x, g: (x @ m.weight).relu())
+    assert len(result.steps) == 1
+    assert targets(result.pieces[0].gm) == ["matmul", "relu"]
+
+
+def test_a_value_with_several_users_in_several_pieces() -> None:
+    """A tensor that later pieces read stays alive until the last of them."""
+    def function(m, x, g):
+        cu = metadata("boundaries", g)
+        first = x @ m.weight
+        y = attend(first, cu)
+        z = attend(y.relu(), cu)
+        return z + first, first
+
+    result = program(function)
+    first = result.outputs[1][1]
+    assert not any(first in step.free for step in result.steps)
+
+
+def test_nested_levels() -> None:
+    """An attention whose query is an earlier attention's result comes after it, whatever the order of the code."""
+    def function(m, x, g):
+        cu = metadata("boundaries", g)
+        a = attend(x @ m.weight, cu)
+        b = attend(attend(a @ m.weight, cu) @ m.second, cu)
+        return a + b
+
+    steps = [type(s).__name__ for s in program(function).steps]
+    assert steps.count("AttentionStep") == 3
+    assert steps[-1] == "PieceStep"
+
+
+def test_sizes_are_emitted_from_n_alone() -> None:
+    """A piece takes one size, its first input, and every other is a multiple of it."""
+    def function(m, x, g):
+        y = x * metadata("positions", g, '{"spatial_merge_size": 2}')[:, None]
+        return (y.reshape(x.shape[0] // 4, 4, 8).sum(1), y.reshape(x.shape[0], 2, 4))
+
+    piece = program(function).pieces[0].gm
+    placeholders = [n for n in piece.graph.nodes if n.op == "placeholder"]
+    assert [n.name for n in placeholders if not isinstance(n.meta["val"], torch.Tensor)] == ["n"]
+
+
+def test_refuses_segments_that_pixels_decide() -> None:
+    """cu_seqlens that depend on pixel values cannot be laid out before the body runs."""
+    def function(m, x, g):
+        return attend(x, x.sum(0).int())
+
+    with pytest.raises(Ineligible, match=r"\[segments\]"):
+        split_at_attention(hoisted(function))

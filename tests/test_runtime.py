@@ -1,0 +1,565 @@
+"""The life of a call: layouts in any order, buckets, capacities, bad input, outputs that stay, towers that share an artifact."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from common import (
+    IMAGE,
+    LAYOUTS,
+    MIXED,
+    TOWERS,
+    TWO_IMAGES,
+    VIDEO,
+    assert_same,
+    assert_sequence,
+    compile_tower,
+    run,
+    stats,
+)
+
+import vitcg_backend
+from vitcg_backend import testing
+from vitcg_backend.errors import Refused
+
+SAME_ROWS = (
+    ((1, 16, 16),),
+    ((1, 8, 32),),
+    ((1, 4, 64),),
+    ((4, 8, 8),),
+    ((16, 4, 4),),
+    ((64, 2, 2),),
+    ((1, 16, 8), (1, 8, 16)),
+)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_b01_layouts_of_the_same_size(name: str) -> None:
+    """Grids with the same number of patches share a bucket and never each other's borders."""
+    tower = testing.tiny_tower(name)
+    compiled = compile_tower(tower)
+    assert_sequence(compiled, tower, SAME_ROWS)
+    results = [testing.flatten(run(compiled, layout))[0] for layout in SAME_ROWS]
+    for i, a in enumerate(results):
+        assert not any(torch.equal(a, b) for b in results[i + 1 :])
+    assert stats(tower).hits == stats(tower).calls == 4 * len(SAME_ROWS)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_shuffled_sequence(name: str) -> None:
+    """Every layout repeated in a shuffled order, all earlier results re-checked."""
+    tower = testing.tiny_tower(name)
+    assert_sequence(compile_tower(tower), tower, LAYOUTS)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_bfloat16_within_budget(name: str) -> None:
+    """bf16 towers, also with outlier channels, stay within twice eager's own error."""
+    for heavy in (False, True):
+        tower = testing.tiny_tower(name, dtype=torch.bfloat16, heavy_tailed=heavy)
+        compiled = compile_tower(tower)
+        for layout in (*LAYOUTS, *LAYOUTS):
+            pixels, grid = testing.make_inputs(tower, layout)
+            reference = testing.reference_float64(tower, pixels, grid_thw=grid)
+            testing.assert_within_budget(run(compiled, layout), run(tower, layout), reference)
+        assert stats(tower).hits == stats(tower).calls
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_b04_nan_in_padded_rows_reaches_nobody(name: str) -> None:
+    """NaN pixels of one call, left in the padded rows, do not reach the next call."""
+    tower = testing.tiny_tower(name)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, ((1, 16, 16),))
+    pixels, grid = testing.make_inputs(tower, ((1, 16, 16),))
+    with torch.no_grad():
+        bad = compiled(torch.full_like(pixels, float("nan")), grid_thw=grid)
+    assert testing.flatten(bad)[0].isnan().all()
+    for layout in (((1, 14, 16),), ((1, 4, 4), (3, 8, 8)), ((1, 16, 16),)):
+        for tensor in assert_same(compiled, tower, layout):
+            assert tensor.isfinite().all()
+
+
+def test_b03_b18_small_results_are_stable_while_buckets_grow() -> None:
+    """A canary is bit-equal to its first result while larger buckets appear and memory is churned."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower, token_budgets=[16, 64, 256, 600])
+    canary = [t.clone() for t in assert_same(compiled, tower, ((1, 8, 8),))]
+    for number in range(20):
+        side = 8 * (1 + number % 6)
+        assert_same(compiled, tower, ((1, side, side),), seed=number)
+        junk = [torch.full((1 + 97 * k,), float("nan")) for k in range(20)]
+        del junk
+        now = testing.flatten(run(compiled, ((1, 8, 8),)))
+        assert all(torch.equal(a, b) for a, b in zip(now, canary, strict=True))
+
+
+def test_b07_long_segments_after_short_ones() -> None:
+    """A bucket captured with short segments serves long ones."""
+    for name in ("qwen2_vl", "qwen2_5_vl"):
+        tower = testing.tiny_tower(name)
+        compiled = compile_tower(tower)
+        for layout in (((16, 4, 4),), ((1, 16, 16),), ((1, 64, 4),), ((16, 4, 4),)):
+            assert_same(compiled, tower, layout)
+        assert stats(tower).hits == 4
+
+
+def test_b09_capacities_at_their_boundary() -> None:
+    """At a bound: a hit. One above: eager's result, a counted reason, and later calls hit again."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower, max_items=3, token_budgets=[64])
+    for items, hit in ((2, True), (3, True), (4, False), (3, True)):
+        assert_same(compiled, tower, ((1, 4, 4),) * items)
+        assert stats(tower).last.hit is hit
+    assert stats(tower).fallbacks == {"over_max_items": 1}
+
+
+def test_b09_segments_at_their_boundary() -> None:
+    """`max_frames` counts attention segments: frames, and windows where a tower has them."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, max_frames=4, token_budgets=[16, 20])
+    for frames, hit in ((3, True), (4, True), (5, False), (4, True)):
+        assert_same(compiled, tower, ((frames, 4, 4),))
+        assert stats(tower).last.hit is hit, stats(tower).last
+    assert stats(tower).fallbacks == {"over_max_frames": 1}
+
+
+def test_b09_windows_up_to_one_per_token() -> None:
+    """Qwen2.5-VL with 4 to 64 windows in the same number of rows."""
+    tower = testing.tiny_tower("qwen2_5_vl")
+    assert_sequence(compile_tower(tower, token_budgets=[64]), tower, SAME_ROWS, rounds=2)
+
+
+def test_b10_b11_budgets_and_boundaries() -> None:
+    """The smallest bucket that fits, exact at its boundary; above the largest, a counted reason."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower, token_budgets=[64, 16, 16])
+    expected = {1: 16, 15: 16, 16: 16, 17: 64, 63: 64, 64: 64, 65: None}
+    for tokens, bucket in expected.items():
+        assert_same(compiled, tower, ((1, 2, 2 * tokens),))
+        assert stats(tower).last.bucket_tokens == bucket
+    assert stats(tower).fallbacks == {"over_largest_budget": 1}
+
+
+def test_min_tokens_and_capture_never() -> None:
+    """Small calls under `min_tokens`, and all calls under `capture="never"`, take the uncaptured pieces."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, min_tokens=8)
+    assert_same(compiled, tower, IMAGE)
+    assert_same(compiled, tower, VIDEO)
+    assert (stats(tower).hits, stats(tower).fallbacks) == (1, {"under_min_tokens": 1})
+    other = testing.tiny_tower("qwen2_vl", seed=1)
+    assert_same(compile_tower(other, capture="never"), other, IMAGE)
+    assert stats(other).fallbacks == {"capture_never": 1}
+
+
+def test_b17_deepstack_is_refreshed() -> None:
+    """Every deepstack level is eager's, of the right length, after a capture on an all-zero image."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower, token_budgets=[32])
+    grid = torch.tensor([[1, 8, 8]])
+    held = []
+    for seed in (None, 1, 2, 3, 1):
+        pixels, _ = testing.make_inputs(tower, ((1, 8, 8),), seed=seed or 0)
+        pixels = torch.zeros_like(pixels) if seed is None else pixels
+        with torch.no_grad():
+            output, expected = compiled(pixels, grid_thw=grid), tower(pixels, grid_thw=grid)
+        testing.assert_bitwise(output, expected)
+        assert len(output.deepstack_features) == 2
+        assert all(level.shape[0] == 16 for level in output.deepstack_features)
+        held.append((output, [t.clone() for t in testing.flatten(output)]))
+    for output, copies in held:
+        assert all(torch.equal(a, b) for a, b in zip(testing.flatten(output), copies, strict=True))
+
+
+def test_b20_a_neighbour_does_not_leak() -> None:
+    """Rows of image A are the same beside B and beside B + 5."""
+    for name in TOWERS:
+        tower = testing.tiny_tower(name)
+        compiled = compile_tower(tower, token_budgets=[64])
+        pixels, grid = testing.make_inputs(tower, ((1, 8, 8), (1, 8, 8)))
+        other = pixels.clone()
+        other[64:] += 5
+        with torch.no_grad():
+            for _ in range(2):
+                a, b = compiled(pixels, grid_thw=grid), compiled(other, grid_thw=grid)
+                assert torch.equal(a.pooler_output[:16], b.pooler_output[:16])
+                assert not torch.equal(a.pooler_output[16:], b.pooler_output[16:])
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_b24_every_form_of_grid(name: str) -> None:
+    """int64, int32, and a slice of a bigger tensor, alternating: eager's result each time."""
+    tower = testing.tiny_tower(name)
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, TWO_IMAGES)
+    wide = torch.zeros(2, 6, dtype=torch.int64)
+    wide[:, ::2] = grid
+    forms = (grid, grid.int(), wide[:, ::2], grid, torch.cat([grid, grid])[::2][:1].repeat(1, 1))
+    for form in (*forms, *forms):
+        rows = int(form.prod(1).sum())
+        with torch.no_grad():
+            testing.assert_bitwise(compiled(pixels[:rows], grid_thw=form), tower(pixels[:rows], grid_thw=form))
+
+
+def test_b26_pixels_of_any_stride() -> None:
+    """Transposed storage, every second row, an offset of one element: eager's result."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, ((1, 8, 8),))
+    rows, width = pixels.shape
+    flat = torch.cat([torch.zeros(1), pixels.flatten()])
+    double = torch.stack([pixels, -pixels], 1).reshape(2 * rows, width)
+    forms = (pixels, pixels.t().contiguous().t(), double[::2], flat[1:].view(rows, width), pixels)
+    for form in (*forms, *forms):
+        with torch.no_grad():
+            testing.assert_bitwise(compiled(form, grid_thw=grid), tower(form, grid_thw=grid))
+
+
+def test_b27_pixels_of_any_dtype() -> None:
+    """fp32, fp16, bf16 and uint8 pixels into one bf16 tower, alternating, then the tower in half precision."""
+    tower = testing.tiny_tower("qwen2_vl", dtype=torch.bfloat16)
+    compiled = compile_tower(tower, token_budgets=[16])
+    pixels, grid = testing.make_inputs(tower, IMAGE, dtype=torch.float32)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.bfloat16, torch.float32):
+        given = (pixels * 50).to(dtype) if dtype == torch.uint8 else pixels.to(dtype)
+        with torch.no_grad():
+            testing.assert_bitwise(compiled(given, grid_thw=grid), tower(given, grid_thw=grid))
+    tower.half()
+    with torch.no_grad():
+        testing.assert_bitwise(compiled(pixels, grid_thw=grid), tower(pixels, grid_thw=grid))
+
+
+def test_b35_outputs_belong_to_the_caller() -> None:
+    """Results, their views and in-place edits of them are independent of later calls."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower)
+    first = run(compiled, MIXED, seed=1)
+    first = run(compiled, MIXED, seed=1)
+    views = [first.pooler_output.detach(), *torch.split(first.pooler_output, 4), *first.deepstack_features]
+    copies = [v.clone() for v in views]
+    assert_same(compiled, tower, MIXED, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(views, copies, strict=True))
+    first.pooler_output.add_(100)
+    first.last_hidden_state.fill_(float("nan"))
+    assert_same(compiled, tower, MIXED, seed=1)
+
+
+def test_borrowed_outputs_are_views() -> None:
+    """`outputs="borrow"` hands out the static outputs: right now, overwritten by the next call."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, outputs="borrow")
+    for seed in range(3):
+        assert_same(compiled, tower, VIDEO, seed=seed)
+
+
+BAD = {
+    "odd height": (torch.zeros(15, 96), [[1, 3, 5]]),
+    "more rows than the grid": (torch.zeros(20, 96), [[1, 4, 4]]),
+    "fewer rows than the grid": (torch.zeros(12, 96), [[1, 4, 4]]),
+    "no item": (torch.zeros(0, 96), []),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("case", BAD)
+def test_b22_b29_bad_input_gives_eagers_own_error(name: str, case: str) -> None:
+    """What eager rejects is rejected with the same type of error, first of all and right after a good call."""
+    pixels, rows = BAD[case]
+    grid = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    tower = testing.tiny_tower(name)
+    with torch.no_grad():
+        with pytest.raises(Exception) as eager:  # noqa: PT011  whatever it is
+            tower(pixels, grid_thw=grid)
+        compiled = compile_tower(tower)
+        assert_same(compiled, tower, IMAGE)
+        with pytest.raises(Exception) as ours:  # noqa: PT011
+            compiled(pixels, grid_thw=grid)
+        assert isinstance(ours.value, type(eager.value)) or isinstance(eager.value, type(ours.value))
+        assert_same(compiled, tower, IMAGE)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_b22_empty_item_beside_a_real_one(name: str) -> None:
+    """A row with t = 0 beside a real image is what eager makes of it."""
+    tower = testing.tiny_tower(name)
+    compiled = compile_tower(tower)
+    for layout in (((1, 4, 4), (0, 4, 4)), IMAGE):
+        grid = torch.tensor(layout)
+        pixels, _ = testing.make_inputs(tower, IMAGE)
+        with torch.no_grad():
+            testing.assert_bitwise(compiled(pixels, grid_thw=grid), tower(pixels, grid_thw=grid))
+
+
+def test_b29_tiny_and_thin_images() -> None:
+    """One token, a hundred of them, one very wide strip."""
+    for name in TOWERS:
+        tower = testing.tiny_tower(name)
+        assert_sequence(compile_tower(tower), tower, (((1, 2, 2),), ((1, 2, 2),) * 100, ((1, 2, 200),)), rounds=2)
+
+
+def test_b56_two_towers_share_an_artifact_and_no_result() -> None:
+    """A, B, A, B with the same pixels; then A is gone and C may lie at its addresses."""
+    a, b = testing.tiny_tower("qwen2_vl", seed=1), testing.tiny_tower("qwen2_vl", seed=2)
+    compiled_a, compiled_b = compile_tower(a), compile_tower(b)
+    for _ in range(3):
+        assert_same(compiled_a, a, MIXED)
+        assert_same(compiled_b, b, MIXED)
+    del a, compiled_a
+    gc.collect()
+    for seed in range(3, 6):
+        c = testing.tiny_tower("qwen2_vl", seed=seed)
+        assert_same(compile_tower(c), c, MIXED)
+        assert_same(compiled_b, b, MIXED)
+        del c
+
+
+def test_b57_options_do_not_leak_between_towers() -> None:
+    """Two towers with other options each keep their own."""
+    a, b = testing.tiny_tower("qwen2_vl"), testing.tiny_tower("qwen3_vl")
+    assert_same(compile_tower(a, token_budgets=[100]), a, IMAGE)
+    assert_same(compile_tower(b, token_budgets=[40]), b, IMAGE)
+    assert (stats(a).last.bucket_tokens, stats(b).last.bucket_tokens) == (100, 40)
+
+
+def _edit_in_place(tower: torch.nn.Module) -> None:
+    for p in tower.parameters():
+        p.mul_(1.5)
+
+
+def _edit_data(tower: torch.nn.Module) -> None:
+    for p in tower.parameters():
+        p.data = p.data.clone() * 0.5
+
+
+def _new_parameters(tower: torch.nn.Module) -> None:
+    for module in tower.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(p.detach() * 1.25))
+
+
+def _assign(tower: torch.nn.Module) -> None:
+    tower.load_state_dict({k: v * 0.75 for k, v in tower.state_dict().items()}, assign=True)
+
+
+def _load(tower: torch.nn.Module) -> None:
+    tower.load_state_dict({k: v * 1.1 for k, v in tower.state_dict().items()})
+
+
+def _buffers(tower: torch.nn.Module) -> None:
+    for b in tower.buffers():
+        b.mul_(0.5)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_b62_changed_weights_are_seen_by_the_next_call(name: str) -> None:
+    """Every way to change a weight or a buffer shows in the very next call of a captured bucket."""
+    tower = testing.tiny_tower(name)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, VIDEO)
+    for edit in (_edit_in_place, _edit_data, _new_parameters, _assign, _load, _buffers, _edit_data, _edit_in_place):
+        before = testing.flatten(run(tower, VIDEO))[0]
+        with torch.no_grad():
+            edit(tower)
+        gc.collect()
+        for _ in range(2):
+            assert_same(compiled, tower, VIDEO)
+        assert not torch.equal(before, testing.flatten(run(tower, VIDEO))[0]), edit.__name__
+
+
+def test_b64_gradients_then_inference_then_gradients() -> None:
+    """With gradients the ordinary path gives eager's gradients; without, buckets are used; in any order."""
+    tower = testing.tiny_tower("qwen3_vl")
+    twin = copy.deepcopy(tower)
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, MIXED)
+    for _ in range(2):
+        assert_same(compiled, tower, MIXED)
+        for t in (tower, twin):
+            t.zero_grad()
+        compiled(pixels, grid_thw=grid).pooler_output.square().sum().backward()
+        twin(pixels, grid_thw=grid).pooler_output.square().sum().backward()
+        for (name, p), q in zip(tower.named_parameters(), twin.parameters(), strict=True):
+            if q.grad is None:
+                assert p.grad is None, name
+            else:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    assert stats(tower).fallbacks == {"gradients": 2}
+    assert stats(tower).hits == 2
+
+
+def test_b64_frozen_weights_with_pixels_that_need_gradients() -> None:
+    """A frozen tower passes gradients to its pixels."""
+    tower = testing.tiny_tower("qwen2_vl").requires_grad_(False)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    a, b = pixels.clone().requires_grad_(), pixels.clone().requires_grad_()
+    compiled(a, grid_thw=grid).pooler_output.sum().backward()
+    tower(b, grid_thw=grid).pooler_output.sum().backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_inference_mode_and_no_grad_alternate() -> None:
+    """Pixels made in either mode, calls in either mode."""
+    tower = testing.tiny_tower("qwen2_5_vl")
+    compiled = compile_tower(tower)
+    for made in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with made():
+            pixels, grid = testing.make_inputs(tower, MIXED)
+        for called in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            with called():
+                testing.assert_bitwise(compiled(pixels, grid_thw=grid), tower(pixels, grid_thw=grid))
+
+
+def test_b67_autocast_in_any_order() -> None:
+    """none, bf16, none, bf16 over one tower, with weights edited in between."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, VIDEO)
+    for dtype in (None, torch.bfloat16, None, torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            a, b = compiled(pixels, grid_thw=grid), tower(pixels, grid_thw=grid)
+        testing.assert_bitwise(a, b)
+        with torch.no_grad():
+            _edit_in_place(tower)
+
+
+def test_four_threads_share_a_tower() -> None:
+    """Concurrent callers with other layouts each get their own result."""
+    tower = testing.tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower)
+    for layout in LAYOUTS:
+        assert_same(compiled, tower, layout)
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            assert_sequence(compiled, tower, LAYOUTS, rounds=2, seed=seed)
+        except BaseException as error:  # noqa: BLE001  shown by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+def test_strict_raises_with_the_reason() -> None:
+    """`strict=True` turns a slower path into an error that names its reason."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, strict=True, token_budgets=[8])
+    assert_same(compiled, tower, IMAGE)
+    with pytest.raises(Refused, match=r"vitcg refused \[over_largest_budget\]: a call of 128 patches in 1 items; budgets"):
+        run(compiled, VIDEO)
+
+
+def test_a_failing_self_check_refuses_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket whose result is wrong is refused once, with one warning; every result stays right."""
+    from vitcg_backend import capture
+
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower)
+    original = capture.Capture.replay
+
+    def corrupt(self: capture.Capture, args: object) -> None:
+        original(self, args)
+        self._results[0][-1] += 1
+
+    monkeypatch.setattr(capture.Capture, "replay", corrupt)
+    with pytest.warns(UserWarning, match=r"does not use its bucket of 32 tokens \[self_check\]: result 0 .* relative error"):
+        assert_same(compiled, tower, VIDEO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(compiled, tower, VIDEO)
+    assert stats(tower).fallbacks == {"self_check": 2}
+
+
+def test_b44_a_failed_capture_costs_the_caller_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while capturing: eager's result, a reason, no retry, other buckets captured."""
+    from vitcg_backend import capture
+
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower)
+    calls = []
+
+    def fail(self: capture.Capture, args: object, pool: object) -> None:
+        calls.append(self)
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"\[capture_failed\]: RuntimeError: CUDA error"):
+        patch.setattr(capture.Capture, "record", fail)
+        for _ in range(3):
+            assert_same(compiled, tower, VIDEO)
+    assert len(calls) == 1
+    assert_same(compiled, tower, IMAGE)
+    assert (stats(tower).hits, stats(tower).fallbacks) == (1, {"capture_failed": 3})
+
+
+def test_b47_many_grids_are_bounded() -> None:
+    """A hundred random grids: no more captures than budgets, and hits plus reasons are all calls."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, token_budgets=[32, 64, 128])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        t, h, w = (int(torch.randint(1, high, (1,), generator=generator)) for high in (4, 5, 9))
+        assert_same(compiled, tower, ((t, 2 * h, 2 * w),))
+    counted = stats(tower)
+    assert counted.hits + sum(counted.fallbacks.values()) == counted.calls == 100
+    assert counted.captures <= 3 * 4
+
+
+def test_b45_a_memory_limit_evicts_and_does_not_thrash() -> None:
+    """Under a small cap the least recently used capture goes, and results stay right."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, memory_limit_mib=1, token_budgets=[500, 1000, 1500])
+    for tokens in (500, 1000, 1500, 500, 1500):
+        assert_same(compiled, tower, ((1, 2, 2 * tokens),))
+    assert stats(tower).evictions > 0
+
+
+def test_b49_everything_goes_with_the_tower() -> None:
+    """A deleted tower leaves no parameter alive through the backend, also without a reset."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower)
+    run(compiled, IMAGE)
+    parameter = weakref.ref(next(tower.parameters()))
+    del tower, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert parameter() is None
+
+
+def test_reset_gives_captures_back() -> None:
+    """`vitcg_backend.reset()` drops captures; the next call captures again and is right."""
+    tower = testing.tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    vitcg_backend.reset()
+    assert_same(compiled, tower, IMAGE)
+    assert stats(tower).captures == 2
+
+
+def test_b72_copies_and_state_dict_after_a_capture() -> None:
+    """Compiled in place, a tower keeps its keys; a deepcopy works and is its own tower."""
+    tower = testing.tiny_tower("qwen2_vl")
+    keys = list(tower.state_dict())
+    tower.compile(backend="vitcg", options={"inner": "eager"})
+    eager = testing.tiny_tower("qwen2_vl")
+    assert_same(tower, eager, IMAGE)
+    assert list(tower.state_dict()) == keys
+    twin = copy.deepcopy(tower)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+        for p in eager.parameters():
+            p.mul_(2)
+    assert_same(twin, eager, IMAGE)
