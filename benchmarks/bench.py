@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ if __name__ == "__main__":
 
 import torch
 from record import Recorder, environment, matmul_tflops, quantile
+from table import Samples, print_table
 from variants import ISOLATED, VARIANTS, Case, Towers, within_budget
 
 import vitcg_backend
@@ -38,8 +41,6 @@ ISOLATED_CALLS = ("1x256", "v16f256", "8mix")
 ISOLATED_LIMIT_S = 90.0  # of one tower and one variant
 CASE_LIMIT_S = 8.0  # of the rounds of one call
 MIN_ROUNDS = 5
-
-Samples = dict[str, list[tuple[float, float]]]  # variant -> (milliseconds, host microseconds) of each round
 
 
 class Bench:
@@ -52,6 +53,8 @@ class Bench:
         on_gpu = self.device.type == "cuda"
         tflops = args.matmul_tflops or (matmul_tflops(self.device) if on_gpu else None)
         self.recorder = Recorder(args.out, environment(self.device, tflops, args.git))
+        if args.out:
+            print(f"rows go to {args.out}")
         self.tflops = tflops
         self.failed = False
         self.samples: dict[tuple[str, str], Samples] = {}
@@ -85,12 +88,21 @@ class Bench:
         towers = Towers(name, self.device, self.args.depth, self.args.tiny)
         cases = [towers.case(call, grid) for call, grid in calls.items()]
         if any(variant.startswith("vitcg") for variant in variants):
-            self.first_calls(towers, cases)
+            self.attempt(f"{name} first calls", partial(self.first_calls, towers, cases))
         for case in cases:
             if self.left_s() <= 0:
                 self.say(f"{name}: out of time before {case.name}")
                 return
-            self.call(towers, case, variants)
+            self.attempt(f"{name} {case.name}", partial(self.call, towers, case, variants))
+
+    def attempt(self, what: str, work: Callable[[], Any]) -> Any:
+        """Do a part of the run; if it fails say so and go on, so that it does not cost the rest."""
+        try:
+            return work()
+        except Exception as error:
+            self.failed = True
+            self.say(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return None
 
     def first_calls(self, towers: Towers, cases: Sequence[Case]) -> None:
         """What vitcg costs before its first steady call: cold start, captures, memory. Before the others allocate."""
@@ -139,15 +151,10 @@ class Bench:
         exact = towers.reference(case.pixel_values.to(next(towers.reference.parameters()).dtype), case.grid_thw)
         runners: dict[str, Any] = {}
         for variant in variants:
-            try:
-                runner = self.checked(towers, case, variant, eager, exact)
-            except Exception as error:  # one variant that cannot run must not cost the rest of the run
-                runner = None
-                self.failed |= variant.startswith("vitcg")
-                self.say(f"{towers.name} {case.name} {variant}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            check = partial(self.checked, towers, case, variant, eager, exact)
+            runner = self.attempt(f"{towers.name} {case.name} {variant}", check)
             if runner:
                 runners[variant] = runner
-        del eager, exact
         samples = self.rounds(runners)
         self.samples[towers.name, case.name] = samples
         for variant, pairs in samples.items():
@@ -236,39 +243,14 @@ class Bench:
             if row["variant"] == variant:
                 self.recorder.append(row | {key: self.recorder.environment[key] for key in ("command", "git")})
 
-    # --- the table ---
-
-    def table(self) -> None:
-        """Print each variant's time over vitcg's, with the spread of the paired rounds."""
-        rows = [row for row in self.recorder.rows if row["metric"] == "latency"]
-        for name in dict.fromkeys(row["tower"] for row in rows):
-            print(f"\n{name}: vitcg_call in ms; the others as multiples of it, with p20 to p80 of paired rounds")
-            for case in dict.fromkeys(row["case"] for row in rows if row["tower"] == name):
-                found = {row["variant"]: row for row in rows if (row["tower"], row["case"]) == (name, case)}
-                print(self.table_line(case, found, self.samples.get((name, case), {})))
-
-    def table_line(self, case: str, found: dict[str, Any], samples: Samples) -> str:
-        """One call: ``1x256  1.20 ms (64/64 tokens)  eager_sdpa 25.1x (24.8-25.3) …``."""
-        ours = found.get("vitcg_call")
-        if ours is None:
-            return f"  {case:9}" + "  ".join(f"{variant} {row['p50']:.3f} ms" for variant, row in found.items())
-        parts = [f"  {case:9}{ours['p50']:9.3f} ms ({ours['num_tokens']}/{ours['bucket_tokens']} tokens)"]
-        for variant, row in found.items():
-            if variant == "vitcg_call":
-                continue
-            ratio = f"{variant} {row['p50'] / ours['p50']:.2f}x"
-            if variant in samples:
-                paired = [other[0] / own[0] for other, own in zip(samples[variant], samples["vitcg_call"], strict=True)]
-                ratio += f" ({quantile(paired, 0.2):.2f}-{quantile(paired, 0.8):.2f})"
-            parts.append(ratio)
-        return "  ".join(parts)
-
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Arguments, checked."""
     workloads = json.loads(WORKLOADS.read_text())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended to this file")
+    parser.add_argument(
+        "--out", type=Path, help="append JSON lines to this file (default on a GPU: results/DATE_GPU_TORCH_bench.jsonl)"
+    )
     parser.add_argument("--towers", default="qwen3_vl,qwen2_5_vl", help="comma-separated (default: %(default)s)")
     parser.add_argument("--calls", default=",".join(workloads["calls"]), help="names in workloads.json (default: all)")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="default: %(default)s")
@@ -287,6 +269,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"{name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --device cpu --depth 2 --tiny tries the script without one")
+    if args.out is None and args.device == "cuda":
+        gpu = torch.cuda.get_device_name().replace(" ", "-")
+        args.out = WORKLOADS.parent / "results" / f"{date.today()}_{gpu}_torch{torch.__version__}_bench.jsonl"
     args.grids = {call: workloads["calls"][call] for call in args.calls}
     return args
 
@@ -308,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for variant in ISOLATED:
             if variant in args.variants:
                 bench.isolated(name, variant, calls)
-    bench.table()
+    print_table(bench.recorder.rows, bench.samples)
     return int(bench.failed)
 
 

@@ -43,6 +43,8 @@ class Recorder:
     def __init__(self, out: Path | None, environment: dict[str, Any]) -> None:
         self.rows: list[dict[str, Any]] = []
         self.environment = environment
+        if out:
+            out.parent.mkdir(parents=True, exist_ok=True)
         self._file = out.open("a") if out else None
 
     def add(self, tower: str, case: str, variant: str, metric: str, values: Sequence[float], **sizes: Any) -> None:

@@ -1,5 +1,6 @@
 """What every test shares: the gpu marker, one thread, no network, a fresh Dynamo."""
 
+import logging
 import os
 
 # Before transformers is imported: no test may look for a file on a hub.
@@ -15,6 +16,8 @@ REQUIRE_GPU = "VITCG_REQUIRE_GPU"
 def pytest_configure(config):
     """One thread per test process: results do not depend on the machine, and the workers do not compete."""
     torch.set_num_threads(1)
+    # Otherwise the report of a failed test holds thousands of empty lines of torch's structured trace.
+    logging.getLogger("torch.__trace").propagate = False
 
 
 def pytest_runtest_setup(item):

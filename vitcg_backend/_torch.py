@@ -83,9 +83,8 @@ def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
     """
     mark = torch._dynamo.decorators.mark_unbacked if unbacked else torch._dynamo.maybe_mark_dynamic
     mark(tensor, axis)
-    for other in range(tensor.dim()):
-        if other != axis:
-            torch._dynamo.mark_static(tensor, other)
+    # `torch._dynamo.mark_static` would act on the running trace instead: this is the attribute that it sets outside one.
+    tensor._dynamo_static_indices = set(range(tensor.dim())) - {axis}  # type: ignore[attr-defined]
 
 
 def clear_dynamic_marks(tensor: Tensor) -> None:

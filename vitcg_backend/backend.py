@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from . import _torch, lowering
 from .attention import KERNELS, VarlenKernel, choose
 from .debug import Dump
-from .errors import AttentionUnavailable, Refused
+from .errors import AttentionUnavailable, Refused, VitcgError
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .runtime import CompiledTower
@@ -65,9 +65,14 @@ def vitcg(
     compiled = _cache.compiled
     try:
         with torch.inference_mode(False):
-            body = compile_body(_copy(gm), options=parsed, cache=_cache, dump=dump)
+            body = compile_body(_copy(gm), example_inputs, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
+    except VitcgError:
+        raise
+    except Exception as error:  # a fault of ours must not cost the caller more than speed
+        log.warning("vitcg could not compile a graph and takes the ordinary path", exc_info=True)
+        return _ordinary(gm, example_inputs, parsed, counters, "internal_error", f"{type(error).__name__}: {error}")
     counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
     if body.refusal is not None:
         counters.refusals[body.refusal.reason] = body.refusal.detail

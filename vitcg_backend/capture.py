@@ -27,6 +27,7 @@ from .passes.program import AttentionStep
 __all__ = ["Arena", "Capture", "run_body"]
 
 _serial = itertools.count()
+_MAX_VIEWS = 64
 
 
 def run_body(
@@ -146,6 +147,7 @@ class Capture:
         self.capture_s = 0.0
         self.graph: Any = None
         self._results: list[Any] = []
+        self._views: dict[int, list[Any]] = {}
         with torch.inference_mode(False), torch.no_grad():
             self._make_inputs(args, values)
         self._outputs = [self._output(v) for v in body.program.output_values]
@@ -268,11 +270,25 @@ class Capture:
 
     def real_rows(self, rows: int) -> list[Any]:
         """Views of the static outputs' real rows."""
+        if self.graph is not None and rows in self._views:  # a graph's outputs stay where they are
+            return self._views[rows]
         tokens = rows // self.body.bound.symbols.unit
-        return [
+        views = [
             r if o.axis is None else r.narrow(o.axis, 0, tokens * o.rows)
             for r, o in zip(self._results, self._outputs, strict=True)
         ]
+        if len(self._views) < _MAX_VIEWS:
+            self._views[rows] = views
+        return views
+
+    def copy_out(self, rows: int) -> list[Any]:
+        """Copies of the real rows, which belong to the caller."""
+        views = self.real_rows(rows)
+        results = [torch.empty_like(v) if isinstance(v, Tensor) else v for v in views]
+        pairs = [(r, v) for r, v in zip(results, views, strict=True) if isinstance(v, Tensor)]
+        if pairs:
+            torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
+        return results
 
 
 def _end_failed_capture(graph: Any) -> None:
@@ -295,10 +311,4 @@ def _size(symbols: Any, size: Any, n: int) -> int:
     form = symbols.linear(size)
     assert form is not None  # `prove_padding` refuses pieces with other sizes
     return form[0] * n + form[1]
-
-
-def clone(result: Any) -> Any:
-    """A result that belongs to the caller."""
-    return result.clone() if isinstance(result, Tensor) else result
-
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ class CallRecord:
         num_tokens: rows out, after the spatial merge.
         bucket_tokens: budget of the bucket that was used.
         padded_fraction: padded rows over the bucket's rows, 0 without a bucket.
+        number: rises with every call of the process.
     """
 
     hit: bool
@@ -30,6 +32,7 @@ class CallRecord:
     num_tokens: int
     bucket_tokens: int | None
     padded_fraction: float
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass
@@ -122,14 +125,15 @@ class Stats:
 
 
 def combine(parts: list[Stats]) -> Stats:
-    """The sum of several towers' counters; `last` is the latest of the last part that has one."""
+    """The sum of several towers' counters; `last` is the latest call of them all."""
     total = Stats()
     for part in parts:
         for name in ("calls", "hits", "captures", "recaptures", "evictions", "graphs", "pieces", "unique_pieces", "layouts"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.fallbacks.update(part.fallbacks)
         total.refusals.update(part.refusals)
-        total.last = part.last or total.last
+        if part.last is not None and (total.last is None or part.last.number > total.last.number):
+            total.last = part.last
         for tokens, bucket in part.buckets.items():
             into = total.buckets.setdefault(tokens, BucketStats())
             for name in vars(bucket):

@@ -95,7 +95,9 @@ class LayoutCache:
         """Forget every layout."""
         self._values.clear()
 
-    def get(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
+    def get(
+        self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, *, keep: bool = True
+    ) -> LayoutValues:
         """Values of a layout for a bucket, or for its exact rows with ``bucket=None``.
 
         Args:
@@ -103,11 +105,14 @@ class LayoutCache:
             layout: its grid, None for a tower without one.
             rows: its rows.
             bucket: what they are padded to.
+            keep: False when the values depend on more than the layout: then they are computed for this call alone.
 
         Raises:
             Misfit: the padded layout is not safe.
             Exception: whatever the tower's own metadata functions raise for a bad grid.
         """
+        if not keep:
+            return self._compute(args, layout, rows, bucket)
         state = self._state_of(args)
         if state != self._state:
             self._values.clear()

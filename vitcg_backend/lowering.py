@@ -201,6 +201,8 @@ def _mark_inputs() -> None:
     """See Note [Dynamic from the first call]."""
     trace = _torch.current_trace()
     tensors = _inputs(trace)
+    if any(_is_grid(t) and t.shape[0] == 0 for t in tensors):
+        _refuse("a grid without a row: the tower's own functions answer it")
     grid = next((t for t in tensors if _is_grid(t)), None)
     if grid is None or _torch.is_marked(grid):
         return
@@ -222,7 +224,7 @@ def _inputs(trace: Any) -> list[Tensor]:
 
 def _is_grid(tensor: Tensor) -> bool:
     integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
-    return integer and tensor.dim() == 2 and tensor.shape[1] in (2, 3) and tensor.shape[0] > 0
+    return integer and tensor.dim() == 2 and tensor.shape[1] in (2, 3)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -299,12 +301,12 @@ def _make_metadata(original: types.FunctionType) -> Callable[..., Any]:
         bound.update(kwargs)
         caller = bound.pop("kwargs")
         grid = bound.pop(names[0])
+        _mark_inputs()
         if caller is not None and popped and all(caller.get(k) is not None for k in popped):
             return copy(grid, kwargs=caller, **bound)
         if caller is not None:
             for k in popped:
                 caller.pop(k, None)
-        _mark_inputs()
         tensors = []
         items = []
         for name, value in bound.items():

@@ -65,20 +65,24 @@ def _metadata(
 @_metadata.register_fake
 def _(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
     rules = shape_rule(key, int(grid.shape[1]), tuple(t.dtype for t in tensors), constants)
-    # Made only where an output needs it: torch rejects a fresh size that no output shows.
-    follows = any(axis[0] == "patches" for rule in rules.outputs for axis in rule.axes)
-    patches = tokens if tokens is not None or not follows else _patches_of(grid)
+    follows = [axis[2] for rule in rules.outputs for axis in rule.axes if axis[0] == "patches"]
+    patches = tokens if tokens is not None or not follows else _patches_of(grid, min(follows))
     return [rule.empty(grid, patches) for rule in rules.outputs]
 
 
 METADATA = torch.ops.vitcg.metadata.default
 
 
-def _patches_of(grid: Tensor) -> Any:
-    """One unknown size for "patches of this grid", shared by all operators that see the same fake grid."""
+def _patches_of(grid: Tensor, shown: int) -> Any:
+    """One unknown size for "patches of this grid", shared by all operators that see the same fake grid.
+
+    Args:
+        grid: the fake grid.
+        shown: patches per row of the output that will show it: torch rejects a fresh size that no output shows as it is.
+    """
     size = getattr(grid, "_vitcg_patches", None)
     if size is None:
-        size = _torch.fresh_size()
+        size = _torch.fresh_size() * shown
         grid._vitcg_patches = size  # type: ignore[attr-defined]  # lives and dies with the fake tensor of one trace
     return size
 

@@ -116,8 +116,12 @@ class CompiledTower:
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
         rows = args[bound.pixels].shape[bound.pixel_axis]
+        for position, number in bound.numbers:
+            if args[position] != number:
+                return _Ask(None, rows, None, "other_number")
         if self._extra:
-            return _Ask(None, rows, None, "caller_metadata")
+            allowed = rows % bound.symbols.unit == 0 and self.body.allows(rows // bound.symbols.unit)
+            return _Ask(None, rows, None, "caller_metadata" if allowed else "outside_compiled_sizes")
         layout: Layout | None = None
         if bound.grid is not None:
             layout = tuple(tuple(row) for row in args[bound.grid].tolist())
@@ -128,6 +132,7 @@ class CompiledTower:
         reason = self._misfit(layout, rows)
         bucket = None if reason else self.ladder.fit(rows)
         if not self.body.allows(bucket.tokens if bucket else rows // bound.symbols.unit):
+            self.stats.refusals["outside_compiled_sizes"] = self.body.assumptions()
             return _Ask(layout, rows, None, "outside_compiled_sizes")
         return _Ask(layout, rows, bucket, reason or (None if bucket else "over_largest_budget"))
 
@@ -175,17 +180,14 @@ class CompiledTower:
         return results, ask
 
     def _take(self, capture: Capture, rows: int) -> list[Any]:
-        views = capture.real_rows(rows)
-        if self.options.outputs == "borrow":
-            return views
-        return [v.clone() if isinstance(v, Tensor) else v for v in views]
+        return list(capture.real_rows(rows)) if self.options.outputs == "borrow" else capture.copy_out(rows)
 
     def _uncaptured(self, args: Sequence[Any], ask: _Ask) -> list[Any]:
         """The compiled pieces on the exact rows."""
         bound = self.body.bound
         try:
             with self._lock:
-                values = self._layouts.get(args, ask.layout, ask.rows, None)
+                values = self._layouts.get(args, ask.layout, ask.rows, None, keep=not self._extra)
         except Exception as error:  # eager's own error comes from the operators
             log.info("metadata of %s: %s", ask.layout, error)
             return self._operators(args)
@@ -352,7 +354,7 @@ class _NoStream:
 
 
 _NO_STREAM = _NoStream()
-_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes"}
+_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number"}
 
 
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -155,13 +155,15 @@ def attention_kernel(
                     scores = tl.where((columns >= seen)[None, :], scores, _LOWEST)
                 top, total, acc0, acc1 = _accumulate(scores, v0, v1, top, total, acc0, acc1, scale_log2, D1)
 
-        # A tile of the padded tail has attended to nothing: 0 / 1.
-        factor = 1.0 / tl.where(length > 0, total, 1.0)
+        # A tile of the padded tail has attended to nothing, and what it accumulated is arbitrary: the lowest score times the
+        # scale, less its own rounding, is no zero where the compiler fuses the two.
+        factor = 1.0 / total
         out = out_ptr + rows[:, None].to(tl.int64) * (HEADS * DIM) + head * DIM
         stored = rows[:, None] < end
         columns0 = tl.arange(0, D0)[None, :]
-        tl.store(out + columns0, (acc0 * factor[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
+        values0 = tl.where(length > 0, acc0 * factor[:, None], 0.0)
+        tl.store(out + columns0, values0.to(out_ptr.dtype.element_ty), mask=stored)
         if D1 > 0:
             columns1 = D0 + tl.arange(0, D1)[None, :]
-            values = (acc1 * factor[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out + columns1, values, mask=stored & (columns1 < DIM))
+            values1 = tl.where(length > 0, acc1 * factor[:, None], 0.0)
+            tl.store(out + columns1, values1.to(out_ptr.dtype.element_ty), mask=stored & (columns1 < DIM))

@@ -25,7 +25,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 HELP = "photographs and a clip through a tower, eager and compiled"
 
 CPU_DEPTH = 2  # layers, so that the demo takes less than two minutes without a GPU
-MAX_PIXELS = {"cpu": 176 * 176, "cuda": 768 * 768}
+MAX_PIXELS = {"cpu": 150 * 150, "cuda": 768 * 768}
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 

@@ -6,7 +6,7 @@ On the Dynamo graph: `bind_tokens`, `hoist_metadata`, `split_at_attention`. On e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,20 +92,27 @@ class CompiledBody:
             self._allowed[n] = all(e.subs(s, n) == sympy.true for s, es in self.limits for e in es)
         return self._allowed[n]
 
+    def assumptions(self) -> str:
+        """What the compiled pieces assume about n, in words."""
+        texts = {str(e.subs(s, sympy.Symbol("n"))) for s, es in self.limits for e in es}
+        return f"the compiled pieces are right for token counts n with {' and '.join(sorted(texts))}"
+
     @property
     def bound(self) -> Bound:
         """The graph with its private sizes."""
         return self.hoisted.bound
 
 
-def compile_body(gm: fx.GraphModule, *, options: Options, cache: PieceCache, dump: Dump) -> CompiledBody:
-    """Run the pipeline on a Dynamo graph.
+def compile_body(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, cache: PieceCache, dump: Dump
+) -> CompiledBody:
+    """Run the pipeline on a Dynamo graph and the inputs of its first call.
 
     Raises:
         Ineligible: the graph cannot be taken apart at all; it then runs as an ordinary compiled graph.
     """
     dump("dynamo", gm)
-    bound = bind_tokens(gm)
+    bound = bind_tokens(gm, example_inputs)
     dump("bind_tokens", bound.gm)
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)

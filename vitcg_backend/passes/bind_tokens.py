@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,8 @@ class Bound:
         pixels: position of the pixel input.
         pixel_axis: its token axis.
         grid: position of the grid input, or None.
+        numbers: (position, value) of inputs that hold one number and were made constants: under ``dynamic=True`` Dynamo passes
+            the numbers of a module so. A call with another number is served by the operators.
     """
 
     gm: fx.GraphModule
@@ -65,6 +68,7 @@ class Bound:
     pixels: int
     pixel_axis: int
     grid: int | None
+    numbers: list[tuple[int, float]]
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -72,8 +76,12 @@ class Bound:
         return where(self.gm.graph.nodes, "placeholder")
 
 
-def bind_tokens(gm: fx.GraphModule) -> Bound:
+def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound:
     """Bind the token count of a Dynamo graph (see the module's text). The input graph is changed.
+
+    Args:
+        gm: the graph.
+        example_inputs: the real inputs of the first call, for the values of numbers.
 
     Raises:
         Ineligible: no pixel input, several, static rows, or a node that cannot be traced with private sizes.
@@ -88,11 +96,12 @@ def bind_tokens(gm: fx.GraphModule) -> Bound:
     pixels.meta["role"] = Role.PIXELS
     symbols = Symbols.create(_unit(gm, metadata, size))
     give_tokens(gm, next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None))
+    numbers = _specialise_numbers(gm, placeholders, example_inputs)
     _propagate(gm, symbols, size)
     gm.graph.lint()
     gm.recompile()
     index = {node: i for i, node in enumerate(placeholders)}
-    return Bound(gm, symbols, index[pixels], axis, None if grid is None else index[grid])
+    return Bound(gm, symbols, index[pixels], axis, None if grid is None else index[grid], numbers)
 
 
 def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None) -> None:
@@ -151,6 +160,37 @@ def _require_pure(gm: fx.GraphModule) -> None:
         in_place |= bool(node.kwargs.get("inplace")) or "out" in node.kwargs
         if in_place or name in _MODES:
             raise Ineligible("side_effect", f"{node.format_node()} changes a tensor or a mode; {source_line(node)}")
+
+
+def _specialise_numbers(
+    gm: fx.GraphModule, placeholders: list[fx.Node], example_inputs: Sequence[Any]
+) -> list[tuple[int, float]]:
+    """Make inputs that hold one number constants: a scale or an epsilon belongs into a kernel."""
+    shown: set[str] = set()
+    for node in placeholders:
+        if isinstance(node.meta["example_value"], Tensor):
+            shown |= {str(s) for s in node.meta["example_value"].shape}
+    numbers = []
+    for position, (node, value) in enumerate(zip(placeholders, example_inputs, strict=False)):
+        fake = node.meta["example_value"]
+        if isinstance(fake, Tensor):
+            items = [u for u in node.users if u.op == "call_method" and u.target == "item"]
+            if fake.dim() or fake.device.type != "cpu" or not items or len(items) != len(node.users):
+                continue
+            constant = value.item()
+            for item in items:
+                item.replace_all_uses_with(constant)  # type: ignore[arg-type]  # a number in place of a node
+                gm.graph.erase_node(item)
+            numbers.append((position, constant))
+        elif str(fake) not in shown and _hint(fake) is not None:
+            node.replace_all_uses_with(_hint(fake))  # type: ignore[arg-type]
+            numbers.append((position, _hint(fake)))
+    return numbers
+
+
+def _hint(size: Any) -> Any:
+    """The value of a size in the first call, None for one that nobody knows."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _source_name(node: fx.Node) -> str:
@@ -238,12 +278,14 @@ def _erase_asserts(gm: fx.GraphModule) -> None:
 
 def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt) -> None:
     """Run every node on fakes of the private environment."""
-    sizes: dict[Any, Any] = {size.node.expr: symbols.n * symbols.unit if symbols.unit > 1 else symbols.n}
+    sizes: dict[Any, Any] = {_expression(size): symbols.n * symbols.unit if symbols.unit > 1 else symbols.n}
 
     def convert(dim: Any) -> Any:
         if not isinstance(dim, torch.SymInt):
             return dim
-        expression = dim.node.expr
+        expression = _expression(dim)
+        if expression.is_number:
+            return int(expression)
         if expression.is_Symbol and expression not in sizes:
             sizes[expression] = _torch.new_size(symbols.shape_env, f"__{expression}", 2)[1]
         if expression in sizes:

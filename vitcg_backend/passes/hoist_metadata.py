@@ -70,6 +70,7 @@ def hoist_metadata(bound: Bound) -> Hoisted:
     if not any(kind[n] == BODY for n in nodes):
         raise Ineligible("no_body", "nothing in this graph depends on the pixels")
     used = [n for n in used if isinstance(n.meta["val"], torch.Tensor)]
+    used += [n for n in bound.placeholders if n.meta["role"] == Role.EXTRA and _gives_segments(n)]
     prologue, inputs = _extract(bound, [n for n in nodes if kind[n] == PROLOGUE], used)
     return Hoisted(bound, prologue, inputs, used, kind)
 
@@ -116,6 +117,11 @@ def _leaves(node: fx.Node, kind: dict[fx.Node, str]) -> bool:
     return any(user.op == "output" or kind[user] == BODY for user in node.users)
 
 
+def _gives_segments(node: fx.Node) -> bool:
+    """Whether an input is the cu_seqlens of an attention call: the prologue hands it on as it is."""
+    return any("varlen_attention" in str(user.target) and user.args[3] is node for user in node.users)
+
+
 def _extract(bound: Bound, nodes: list[fx.Node], used: list[fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -123,7 +129,7 @@ def _extract(bound: Bound, nodes: list[fx.Node], used: list[fx.Node]) -> tuple[f
     inside = set(nodes)
     needed = _ancestors(used, inside)
     for position, placeholder in enumerate(bound.placeholders):
-        if any(user in needed for user in placeholder.users):
+        if placeholder in used or any(user in needed for user in placeholder.users):
             copies[placeholder] = graph.placeholder(placeholder.name)
             copies[placeholder].meta = dict(placeholder.meta)
             positions.append(position)
