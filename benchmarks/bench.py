@@ -122,9 +122,7 @@ class Bench:
                 self.recorder.add(towers.name, case.name, "vitcg_call", "capture_s", [captured], **sizes)
         added = self.reserved_mib() - before
         self.recorder.add(towers.name, "-", "vitcg_call", "memory_mib", [added])
-        self.say(
-            f"{towers.name}: {len(cases)} first calls; memory {added:.0f} MiB\n{vitcg_backend.stats(towers.vitcg)}"
-        )
+        self.say(f"{towers.name}: {len(cases)} first calls; memory {added:.0f} MiB\n{vitcg_backend.stats(towers.vitcg)}")
 
     def capture_seconds(self, towers: Towers) -> float:
         """Seconds spent in captures so far."""

@@ -32,9 +32,7 @@ def stream_names() -> list[str]:
     return list(load_workloads()["streams"])
 
 
-def image_grid(
-    width: int, height: int, *, patch: int, merge: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int, int]:
+def image_grid(width: int, height: int, *, patch: int, merge: int, min_pixels: int, max_pixels: int) -> tuple[int, int, int]:
     """The patch grid ``(1, h, w)`` of an image of `width` x `height` pixels after the processor's resize.
 
     Each side becomes the nearest whole number of merge blocks (a half goes to the even one). A picture that then has

@@ -37,11 +37,10 @@ def tensor(data: Any, **kwargs: Any) -> Tensor:
     return torch.tensor(data, device=DEVICE, **kwargs)
 
 
-def assert_equal(
-    output: Any, expected: Any, tower: nn.Module, *args: Any, exact: bool = True, **kwargs: Any
-) -> None:
+def assert_equal(output: Any, expected: Any, tower: nn.Module, *args: Any, exact: bool = True, **kwargs: Any) -> None:
     """Bit for bit on a CPU, within the error budget on a GPU or with ``exact=False``: a CPU multiplies a single row otherwise
-    than the same row among padded ones."""
+    than the same row among padded ones.
+    """
     if DEVICE == "cpu" and exact:
         testing.assert_bitwise(output, expected)
     else:

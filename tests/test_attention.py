@@ -346,9 +346,7 @@ def eager(q, k, v, cu_seqlens, scale):
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
     splits = [torch.split(x.transpose(0, 1).unsqueeze(0), lengths, dim=2) for x in (q, k, v)]
     outputs = [
-        F.scaled_dot_product_attention(*part, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        .transpose(1, 2)
-        .contiguous()
+        F.scaled_dot_product_attention(*part, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2).contiguous()
         for part in zip(*splits, strict=True)
     ]
     return torch.cat(outputs, dim=1)[0]
@@ -391,9 +389,7 @@ class TestOperator:
     def test_arguments_that_make_no_sense(self):
         """Tensors that do not belong together and cu_seqlens that are no indices are refused."""
         q, k, v = packed([8])
-        with pytest.raises(
-            ValueError, match=r"cu_seqlens must be a flat int32 or int64 tensor, got torch.float32 \[2\]"
-        ):
+        with pytest.raises(ValueError, match=r"cu_seqlens must be a flat int32 or int64 tensor, got torch.float32 \[2\]"):
             VARLEN_ATTENTION(q, k, v, torch.tensor([0.0, 8.0]), None)
         with pytest.raises(ValueError, match="packed attention of 8 rows"):
             VARLEN_ATTENTION(q, k[:7], v, torch.tensor([0, 8]), None)

@@ -19,15 +19,24 @@ from vitcg_backend.errors import AttentionUnavailable, OptionError, Refused, Vit
 from vitcg_backend.options import Options
 
 BAD_OPTIONS = {
-    "unknown": ({"tokens": 3}, r"unknown option 'tokens' for backend 'vitcg'; known options: token_budgets, max_tokens"),
+    "unknown": (
+        {"tokens": 3},
+        r"unknown option 'tokens' for backend 'vitcg'; known options: token_budgets, max_tokens",
+    ),
     "empty budgets": ({"token_budgets": []}, r"token_budgets=\[\] is empty: expected output tokens per bucket"),
-    "negative budget": ({"token_budgets": [64, -4]}, r"the budget -4 \(int\) is not allowed: expected a whole number of at"),
+    "negative budget": (
+        {"token_budgets": [64, -4]},
+        r"the budget -4 \(int\) is not allowed: expected a whole number of at",
+    ),
     "zero budget": ({"token_budgets": [0]}, r"the budget 0 \(int\) is not allowed"),
     "budget of text": ({"token_budgets": "64"}, r"token_budgets='64': expected a list of output-token counts"),
     "max_tokens": ({"max_tokens": 0}, r"max_tokens=0: expected a whole number of at least 1"),
     "max_items": ({"max_items": 1.5}, r"max_items=1.5: expected a whole number of at least 1"),
     "min_tokens": ({"min_tokens": True}, r"min_tokens=True: expected a whole number"),
-    "attention": ({"attention": "fa9"}, r"attention='fa9': expected one of 'auto', 'triton', 'torch', 'mem_efficient', 'sdpa'"),
+    "attention": (
+        {"attention": "fa9"},
+        r"attention='fa9': expected one of 'auto', 'triton', 'torch', 'mem_efficient', 'sdpa'",
+    ),
     "capture": ({"capture": "always"}, r"capture='always': expected one of 'lazy', 'never'"),
     "outputs": ({"outputs": None}, r"outputs=None: expected one of 'copy', 'borrow'"),
     "inner": ({"inner": "aot"}, r"inner='aot': expected one of 'inductor', 'eager'"),
@@ -76,7 +85,7 @@ def test_public_names() -> None:
     """Every name of `__all__` is there; an unknown one lists them."""
     for name in vitcg_backend.__all__:
         assert getattr(vitcg_backend, name) is not None
-    with pytest.raises(AttributeError, match="public names: .*stats"):
+    with pytest.raises(AttributeError, match=r"public names: .*stats"):
         vitcg_backend.nothing  # noqa: B018
 
 
@@ -158,7 +167,7 @@ def test_torch_logs_torch_trace_and_import_order(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # depyf asks for several runs
 def test_depyf_shows_our_stages(tmp_path: Path) -> None:
-    """depyf's dump of a compile has a file for our stages."""
+    """Depyf's dump of a compile has a file for our stages."""
     depyf = pytest.importorskip("depyf")
     tower = tiny_tower("qwen2_vl")
     compiled = compile_tower(tower)
@@ -182,10 +191,10 @@ def test_unique_pieces_are_shared_by_graphs_and_towers() -> None:
 
 def test_strict_names_an_ineligible_graph() -> None:
     """`strict=True` at compile time: the reason and its detail."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, strict=True)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
     with pytest.raises(Exception, match=r"vitcg refused \[gradients\]: gradients are wanted") as error:
-        tower = tiny_tower("qwen2_vl")
-        compiled = compile_tower(tower, strict=True)
-        pixels, grid = testing.make_inputs(tower, IMAGE)
         compiled(pixels, grid_thw=grid)
     assert "Refused" in type(error.value).__name__ or "Refused" in str(error.value) or isinstance(error.value, Refused)
 

@@ -56,9 +56,7 @@ def test_boundary_values_are_exact(budgets, unit):
         assert ladder.fit((budget + 1) * unit) == expected
 
 
-@pytest.mark.parametrize(
-    ("patches", "tokens"), [(4, 16), (60, 16), (64, 16), (68, 64), (252, 64), (256, 64), (260, None)]
-)
+@pytest.mark.parametrize(("patches", "tokens"), [(4, 16), (60, 16), (64, 16), (68, 64), (252, 64), (256, 64), (260, None)])
 def test_two_user_buckets(patches, tokens):
     """With buckets of 64 and 256 patches each call takes the smaller that fits, and none above the larger."""
     bucket = Ladder.from_budgets([64, 16], UNIT).fit(patches)

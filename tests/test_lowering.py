@@ -159,7 +159,12 @@ def test_text_model_on_our_backend_equals_eager() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
     config = Qwen2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
     )
     torch.manual_seed(0)
     text = Qwen2Model(config).eval()

@@ -1,4 +1,4 @@
-"""The life of a call: layouts in any order, buckets, capacities, bad input, outputs that stay, towers that share an artifact."""
+"""The life of a call: layouts in any order, buckets, capacities, bad input, outputs that stay, state that changes."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ def test_b04_nan_in_padded_rows_reaches_nobody(name: str) -> None:
         bad = compiled(torch.full_like(pixels, float("nan")), grid_thw=grid)
     assert testing.flatten(bad)[0].isnan().all()
     for layout in (((1, 14, 16),), ((1, 4, 4), (3, 8, 8)), ((1, 16, 16),)):
-        for tensor in assert_same(compiled, tower, layout):
-            assert tensor.isfinite().all()
+        assert all(result.isfinite().all() for result in assert_same(compiled, tower, layout))
 
 
 def test_b03_b18_small_results_are_stable_while_buckets_grow() -> None:
@@ -209,7 +208,13 @@ def test_b24_every_form_of_grid(name: str) -> None:
     for form in (*forms, *forms):
         rows = int(form.prod(1).sum())
         with torch.no_grad():
-            assert_equal(compiled(pixels[:rows], grid_thw=form), tower(pixels[:rows], grid_thw=form), tower, pixels[:rows], grid_thw=form)
+            assert_equal(
+                compiled(pixels[:rows], grid_thw=form),
+                tower(pixels[:rows], grid_thw=form),
+                tower,
+                pixels[:rows],
+                grid_thw=form,
+            )
 
 
 def test_b26_pixels_of_any_stride() -> None:
@@ -280,14 +285,14 @@ def test_b22_b29_bad_input_gives_eagers_own_error(name: str, case: str) -> None:
     grid = tensor(rows, dtype=torch.int64).reshape(-1, 3)
     tower = tiny_tower(name)
     with torch.no_grad():
-        with pytest.raises(Exception) as eager:  # noqa: PT011  whatever it is
+        with pytest.raises(Exception) as eager:
             tower(pixels, grid_thw=grid)
-        with pytest.raises(Exception) as stock:  # noqa: PT011  what torch.compile itself makes of it
+        with pytest.raises(Exception) as stock:
             torch.compile(tower, backend="eager")(pixels, grid_thw=grid)
         torch._dynamo.reset()
         compiled = compile_tower(tower)
         assert_same(compiled, tower, IMAGE)
-        with pytest.raises(Exception) as ours:  # noqa: PT011
+        with pytest.raises(Exception) as ours:
             compiled(pixels, grid_thw=grid)
         expected = (type(eager.value), type(stock.value))
         assert isinstance(ours.value, expected) or isinstance(eager.value, type(ours.value))
@@ -451,7 +456,7 @@ def test_four_threads_share_a_tower() -> None:
     def work(seed: int) -> None:
         try:
             assert_sequence(compiled, tower, LAYOUTS, rounds=2, seed=seed)
-        except BaseException as error:  # noqa: BLE001  shown by the main thread
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -504,7 +509,10 @@ def test_b44_a_failed_capture_costs_the_caller_nothing(monkeypatch: pytest.Monke
         calls.append(self)
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"\[capture_failed\]: RuntimeError: CUDA error"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(UserWarning, match=r"\[capture_failed\]: RuntimeError: CUDA error"),
+    ):
         patch.setattr(capture.Capture, "record", fail)
         for _ in range(3):
             assert_same(compiled, tower, VIDEO)

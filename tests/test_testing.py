@@ -126,9 +126,7 @@ def test_attention_implementation():
 @pytest.mark.parametrize("make", [testing.tiny_tower, testing.published_tower])
 def test_unknown_names(make):
     """The message lists the names that exist; there is no tiny Llama-4."""
-    with pytest.raises(
-        ValueError, match=r"^unknown (tiny|published) tower 'vit'; known: qwen2_vl, qwen2_5_vl, qwen3_vl"
-    ):
+    with pytest.raises(ValueError, match=r"^unknown (tiny|published) tower 'vit'; known: qwen2_vl, qwen2_5_vl, qwen3_vl"):
         make("vit")
     with pytest.raises(ValueError, match=r"^unknown tiny tower 'llama4'"):
         testing.tiny_tower("llama4")
@@ -478,9 +476,7 @@ def test_bitwise_equal():
         e=torch.zeros((), dtype=torch.float64),
         f="text",
     )
-    clone = ModelOutput(
-        **{key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
-    )
+    clone = ModelOutput(**{key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in output.items()})
     testing.assert_bitwise(clone, output)
 
 

@@ -15,9 +15,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .backend import reset, stats, vitcg
+    from .counters import BucketStats, CallRecord, Stats
     from .errors import AttentionUnavailable, OptionError, Refused, VitcgError
     from .options import Options
-    from .counters import BucketStats, CallRecord, Stats
 
 _HOME = {
     "AttentionUnavailable": "errors",

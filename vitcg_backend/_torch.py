@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
-import torch._inductor.config
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
 
@@ -185,7 +185,13 @@ def compile_piece(gm: fx.GraphModule, mode: FakeTensorMode) -> Callable[[list[An
     context = torch._guards.TracingContext(mode)
     # shape_padding decides by a comparison with the size hint and so guards on n: one compile would serve few buckets.
     config = torch._inductor.config.patch(shape_padding=False)
-    with config, V.set_fake_mode(mode), torch._guards.tracing(context), V.set_choices_handler(_choices()), torch.no_grad():
+    with (
+        config,
+        V.set_fake_mode(mode),
+        torch._guards.tracing(context),
+        V.set_choices_handler(_choices()),
+        torch.no_grad(),
+    ):
         _recursive_joint_graph_passes(gm)
         return compile_fx_inner(gm, inputs, is_inference=True, cudagraphs=BoxedBool(False))
 
@@ -221,10 +227,7 @@ def _choices() -> Any:
 
 def ambient_state() -> tuple[Any, ...]:
     """Modes that change what a trace records: autocast."""
-    autocast = tuple(
-        (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
-    )
-    return autocast
+    return tuple((kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda"))
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from torch import Tensor, fx
 
 from . import _torch, lowering
 from .attention import KERNELS, VarlenKernel, choose
+from .counters import CallRecord, Stats, combine
 from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .runtime import CompiledTower
-from .counters import CallRecord, Stats, combine
 
 __all__ = ["replay_of", "reset", "stats", "vitcg"]
 
@@ -79,8 +79,17 @@ def vitcg(
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
     tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, example_inputs)
-    _live.add(tower)
-    return tower
+    return _served_by(tower)
+
+
+def _served_by(callee: CompiledTower | _Ordinary) -> Callable[..., Any]:
+    """A plain function around a callee, which debuggers of Dynamo such as depyf expect; it keeps the callee alive."""
+    _live.add(callee)
+
+    def vitcg_graph(*args: Any) -> Any:
+        return callee(*args)
+
+    return vitcg_graph
 
 
 def _kernel(body: CompiledBody, options: Options) -> VarlenKernel | None:
@@ -139,9 +148,7 @@ def _ordinary(
             log.warning("vitcg runs a graph operator by operator, Inductor failed: %s: %s", type(error).__name__, error)
             counters.refusals["inductor"] = f"{type(error).__name__}: {error}"
     owners = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)][:8]
-    ordinary = _Ordinary(function, counters, reason, owners)
-    _live.add(ordinary)
-    return ordinary
+    return _served_by(_Ordinary(function, counters, reason, owners))
 
 
 def stats(tower: torch.nn.Module | None = None) -> Stats:

@@ -311,4 +311,3 @@ def _size(symbols: Any, size: Any, n: int) -> int:
     form = symbols.linear(size)
     assert form is not None  # `prove_padding` refuses pieces with other sizes
     return form[0] * n + form[1]
-

@@ -128,7 +128,17 @@ def combine(parts: list[Stats]) -> Stats:
     """The sum of several towers' counters; `last` is the latest call of them all."""
     total = Stats()
     for part in parts:
-        for name in ("calls", "hits", "captures", "recaptures", "evictions", "graphs", "pieces", "unique_pieces", "layouts"):
+        for name in (
+            "calls",
+            "hits",
+            "captures",
+            "recaptures",
+            "evictions",
+            "graphs",
+            "pieces",
+            "unique_pieces",
+            "layouts",
+        ):
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.fallbacks.update(part.fallbacks)
         total.refusals.update(part.refusals)

@@ -131,9 +131,7 @@ class LayoutCache:
 
     def _state_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Buffers that the prologue reads, by address and version; None where edits cannot be seen (inference tensors)."""
-        return tuple(
-            None if args[p].is_inference() else (args[p].data_ptr(), args[p]._version) for p in self._state_positions
-        )
+        return tuple(None if args[p].is_inference() else (args[p].data_ptr(), args[p]._version) for p in self._state_positions)
 
     def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
         unit = self.body.bound.symbols.unit
@@ -198,7 +196,7 @@ class LayoutCache:
         segments, bounds, most = {}, {}, 0
         for index, cu in lists.items():
             count = len(cu) - 1
-            longest = max((b - a for a, b in zip(cu, cu[1:], strict=False)), default=0)
+            longest = max((b - a for a, b in itertools.pairwise(cu)), default=0)
             most = max(most, count)
             assert self.kernel is not None  # a graph with segments has attention
             limits = SegmentBounds(total, count, longest)

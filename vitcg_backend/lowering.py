@@ -248,7 +248,8 @@ def _arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: s
     try:
         return ops.arity(key, columns, dtypes, constants)
     except RuntimeError as error:
-        return _refuse(str(error))
+        _refuse(str(error))
+        raise
 
 
 # --- the substitutes, inlined by Dynamo -----------------------------------------------------------------------------
@@ -264,15 +265,20 @@ def _is_metadata(function: types.FunctionType) -> bool:
 def _delegates(function: types.FunctionType) -> bool:
     """Whether `function` hands its kwargs to another metadata function: then it is inlined, and that one is lowered."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    return any(c.func.id.startswith("get_vision_") and any(k.arg == "kwargs" for k in c.keywords) for c in calls)
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id.startswith("get_vision_")
+        and any(keyword.arg == "kwargs" for keyword in node.keywords)
+        for node in ast.walk(tree)
+    )
 
 
 def _popped_keys(function: types.FunctionType) -> tuple[str, ...]:
     """Keys that `function` pops from ``kwargs``, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return tuple(
-        node.args[0].value
+        str(node.args[0].value)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -307,8 +313,8 @@ def _make_metadata(original: types.FunctionType) -> Callable[..., Any]:
         if caller is not None:
             for k in popped:
                 caller.pop(k, None)
-        tensors = []
-        items = []
+        tensors: list[Tensor] = []
+        items: list[tuple[str, Any]] = []
         for name, value in bound.items():
             if isinstance(value, Tensor):
                 items.append((name, {"tensor": len(tensors)}))
@@ -350,9 +356,7 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
     copy = _untouched(original)
     has_own_packed_branch = "flash" in original.__name__
 
-    def lowered(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None or not _active():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)

@@ -53,9 +53,7 @@ def _call(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str) -> 
 
 
 @torch.library.custom_op("vitcg::metadata", mutates_args=())
-def _metadata(
-    key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None
-) -> list[Tensor]:
+def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
     result = _call(key, grid, tensors, constants)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     # An operator's output may not be its input; a function that makes its tensors on the host leaves them there.
@@ -90,7 +88,8 @@ def _patches_of(grid: Tensor, shown: int) -> Any:
 @dataclass(frozen=True)
 class OutputRule:
     """Shape of one output: for each axis ``("constant", c)``, ``("patches", numerator, denominator)``, ``("items", c)`` for
-    the number of grid rows plus c, or ``("unknown",)``."""
+    the number of grid rows plus c, or ``("unknown",)``.
+    """
 
     axes: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
@@ -147,8 +146,7 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
     rules = tuple(
         OutputRule(
             tuple(
-                _axis_rule([result[i].shape[axis] for result in results], patches, items)
-                for axis in range(results[0][i].dim())
+                _axis_rule([result[i].shape[axis] for result in results], patches, items) for axis in range(results[0][i].dim())
             ),
             results[0][i].dtype,
         )

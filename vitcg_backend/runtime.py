@@ -28,13 +28,13 @@ from . import _torch
 from .attention import VarlenKernel
 from .bucketing import Bucket, Ladder, Layout
 from .capture import Arena, Capture, run_body
+from .counters import BucketStats, CallRecord, Stats
 from .errors import Refused, VitcgError
 from .layouts import LayoutCache, LayoutValues, Misfit
 from .options import Options
 from .passes import CompiledBody
 from .passes.graph import Role
 from .self_check import disagreement
-from .counters import BucketStats, CallRecord, Stats
 
 __all__ = ["CompiledTower"]
 
@@ -204,9 +204,7 @@ class CompiledTower:
 
     # --- captures ---------------------------------------------------------------------------------------------------
 
-    def _first_use(
-        self, key: Any, args: Sequence[Any], ask: _Ask, values: LayoutValues
-    ) -> tuple[list[Any] | None, _Ask]:
+    def _first_use(self, key: Any, args: Sequence[Any], ask: _Ask, values: LayoutValues) -> tuple[list[Any] | None, _Ask]:
         """Capture a bucket and check it against the unpadded run, whose results this call returns."""
         bucket = ask.bucket
         assert bucket is not None  # see _replay
@@ -231,9 +229,7 @@ class CompiledTower:
         self._record(ask, bucket)
         return exact, ask
 
-    def _check(
-        self, capture: Capture, args: Sequence[Any], ask: _Ask, exact: list[Any]
-    ) -> tuple[str, str] | None:
+    def _check(self, capture: Capture, args: Sequence[Any], ask: _Ask, exact: list[Any]) -> tuple[str, str] | None:
         capture.replay(args)
         for number, (result, expected) in enumerate(zip(capture.real_rows(ask.rows), exact, strict=True)):
             if isinstance(result, Tensor):

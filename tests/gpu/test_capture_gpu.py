@@ -104,7 +104,7 @@ def test_b41_another_thread_pins_memory_during_captures() -> None:
         try:
             while not stop.is_set():
                 torch.randn(1 << 16).pin_memory().to("cuda", non_blocking=True)
-        except Exception as error:  # noqa: BLE001  shown below
+        except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=load)

@@ -54,6 +54,7 @@ class Module(nn.Module):
         self.function = function
 
     def forward(self, pixels: Tensor, grid: Tensor) -> Any:
+        """The function on this module."""
         return self.function(self, pixels, grid)
 
 

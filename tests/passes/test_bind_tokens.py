@@ -45,6 +45,7 @@ def test_graph_without_metadata_is_bound_by_its_pixels() -> None:
 
 def test_several_users_and_chains() -> None:
     """A node with several users, and a chain of views, all carry private values."""
+
     def function(m, x, g):
         y = x @ m.weight
         z = y.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)
@@ -58,6 +59,7 @@ def test_several_users_and_chains() -> None:
 
 def test_refuses_an_in_place_operation() -> None:
     """In-place operations could reach across pieces."""
+
     def function(m, x, g):
         y = x @ m.weight
         y[:, 0] = 1

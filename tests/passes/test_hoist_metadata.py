@@ -50,6 +50,7 @@ def test_parameters_never_enter_the_prologue() -> None:
 
 def test_equal_metadata_is_computed_once() -> None:
     """The same operator called in every layer becomes one node, with several users."""
+
     def function(m, x, g):
         for _ in range(3):
             x = x @ m.weight * metadata("positions", g)[:, None].cos()

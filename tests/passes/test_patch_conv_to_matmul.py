@@ -56,6 +56,7 @@ def test_numerics() -> None:
 
 def test_several_users() -> None:
     """All users of the convolution read the product."""
+
     def function(m, x, g):
         y = torch.nn.functional.conv2d(x.view(-1, 2, 2, 2), m.weight.view(8, 2, 2, 2))
         return y.relu().view(-1, 8), y.view(-1, 8) + 1
@@ -67,6 +68,7 @@ def test_several_users() -> None:
 
 def test_nested_chain_and_real_convolutions_stay() -> None:
     """A convolution that slides, in a chain after one that does not, is kept."""
+
     def function(m, x, g):
         y = torch.nn.functional.conv2d(x.view(-1, 2, 2, 2), m.weight.view(8, 2, 2, 2)).view(-1, 2, 2, 2)
         return torch.nn.functional.conv2d(y, m.second.view(16, 2, 2, 1)).flatten(1)

@@ -55,8 +55,14 @@ UNSAFE: dict[str, tuple[Function, str]] = {
     "gather by pixels": (lambda m, x, g: x[x[:, 0].long() % 4], "did not make"),
     "batch norm in training": (lambda m, x, g: F.batch_norm(x, None, None, training=True), "reduces|has no rule"),
     "count as a value": (lambda m, x, g: x / x.shape[0], "uses the number of tokens as a value"),
-    "count filled in": (lambda m, x, g: x + torch.full((), x.shape[0], dtype=torch.float32), "tokens as a value|has no rule"),
-    "halves swapped": (lambda m, x, g: x.reshape(2, -1, 8).transpose(0, 1).reshape(-1, 8), "outside of the token axis|regroups|is not a multiple of n"),
+    "count filled in": (
+        lambda m, x, g: x + torch.full((), x.shape[0], dtype=torch.float32),
+        "tokens as a value|has no rule",
+    ),
+    "halves swapped": (
+        lambda m, x, g: x.reshape(2, -1, 8).transpose(0, 1).reshape(-1, 8),
+        "outside of the token axis|regroups|is not a multiple of n",
+    ),
     "transposed view": (lambda m, x, g: x.t().reshape(-1, 8), "regroups|outside|token axis"),
 }
 
@@ -108,6 +114,7 @@ def test_gather_by_metadata_is_an_obligation() -> None:
 
 def test_several_users_and_nested_chain() -> None:
     """One refused operation is found among many users and behind a chain of safe ones."""
+
     def function(m, x, g):
         y = x @ m.weight
         a, b = y.relu(), y.view(-1, 2, 4).sum(1)

@@ -63,6 +63,7 @@ def test_unrelated_graph_is_one_piece() -> None:
 
 def test_a_value_with_several_users_in_several_pieces() -> None:
     """A tensor that later pieces read stays alive until the last of them."""
+
     def function(m, x, g):
         cu = metadata("boundaries", g)
         first = x @ m.weight
@@ -77,6 +78,7 @@ def test_a_value_with_several_users_in_several_pieces() -> None:
 
 def test_nested_levels() -> None:
     """An attention whose query is an earlier attention's result comes after it, whatever the order of the code."""
+
     def function(m, x, g):
         cu = metadata("boundaries", g)
         a = attend(x @ m.weight, cu)
@@ -90,6 +92,7 @@ def test_nested_levels() -> None:
 
 def test_sizes_are_emitted_from_n_alone() -> None:
     """A piece takes one size, its first input, and every other is a multiple of it."""
+
     def function(m, x, g):
         y = x * metadata("positions", g, '{"spatial_merge_size": 2}')[:, None]
         return (y.reshape(x.shape[0] // 4, 4, 8).sum(1), y.reshape(x.shape[0], 2, 4))
@@ -101,6 +104,7 @@ def test_sizes_are_emitted_from_n_alone() -> None:
 
 def test_refuses_segments_that_pixels_decide() -> None:
     """cu_seqlens that depend on pixel values cannot be laid out before the body runs."""
+
     def function(m, x, g):
         return attend(x, x.sum(0).int())
 

@@ -49,26 +49,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rows: int | None
     """
     check_tensors(q, k, v, rows, strides=False)
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens must be a flat int32 or int64 tensor, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        )
+        raise ValueError(f"cu_seqlens must be a flat int32 or int64 tensor, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
 @torch.library.impl(_LIBRARY, "varlen_attention", "CPU")
-def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
-) -> Tensor:
+def _cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None) -> Tensor:
     _check(q, k, v, cu_seqlens, q.shape[0])
     return attention_by_segment(q, k, v, cu_seqlens, scale)
 
 
 @torch.library.impl(_LIBRARY, "varlen_attention", "CUDA")
-def _cuda(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
-) -> Tensor:
+def _cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None) -> Tensor:
     _check(q, k, v, cu_seqlens, q.shape[0])
     longest = q.shape[0] if max_seqlen is None else max_seqlen
     if q.numel() == 0:
@@ -95,9 +89,7 @@ def _odd_dim(q: Tensor, v: Tensor) -> int:
 
 
 @torch.library.register_fake("vitcg::varlen_attention", lib=_LIBRARY)
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None
-) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None) -> Tensor:
     # Rows may be sizes that nobody knows yet, and those cannot be compared; the call itself does it.
     _check(q, k, v, cu_seqlens, None)
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))

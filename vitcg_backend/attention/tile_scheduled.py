@@ -95,9 +95,7 @@ def _bulk_loads(*tensors: Tensor) -> bool:
     """
     if tensors[0].device.type == "cuda" and torch.cuda.get_device_capability(tensors[0].device)[0] not in (9, 10):
         return False
-    return all(
-        x.data_ptr() % 16 == 0 and all(s > 0 and s * x.itemsize % 16 == 0 for s in x.stride()[:2]) for x in tensors
-    )
+    return all(x.data_ptr() % 16 == 0 and all(s > 0 and s * x.itemsize % 16 == 0 for s in x.stride()[:2]) for x in tensors)
 
 
 class TileScheduledKernel(VarlenKernel):

@@ -100,8 +100,7 @@ class Comparison:
     def _in_turns(self, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
         """Median milliseconds of both towers, run in turns so that what else the machine does meets both."""
         rounds = [
-            [self._timed(tower, args)[1] for tower in (self.tower, self.compiled)]
-            for _ in range(ROUNDS[self.device.type])
+            [self._timed(tower, args)[1] for tower in (self.tower, self.compiled)] for _ in range(ROUNDS[self.device.type])
         ]
         eager, compiled = zip(*rounds, strict=True)
         return median(eager), median(compiled)

@@ -66,9 +66,7 @@ class Preprocessor:
             raise UserError(f"the image processor needs transformers>=5.17 and Pillow ({error})") from None
         arguments = PROCESSORS[model]
         shortest = min(4 * (2 * arguments["patch_size"]) ** 2, max_pixels)
-        self._processor = Qwen2VLImageProcessorPil(
-            size={"shortest_edge": shortest, "longest_edge": max_pixels}, **arguments
-        )
+        self._processor = Qwen2VLImageProcessorPil(size={"shortest_edge": shortest, "longest_edge": max_pixels}, **arguments)
 
     def image(self, picture: Image) -> Packed:
         """One photograph: `grid_thw` is `[[1, height, width]]`."""
@@ -90,9 +88,7 @@ class Preprocessor:
         _, height, width = single.grid_thw[0].tolist()
         grid_t = len(frames) // frames_per_patch
         # [time, frame in patch, place, channel, repeat, pixel]
-        pixels = single.pixel_values.reshape(
-            grid_t, frames_per_patch, height * width, -1, frames_per_patch, side * side
-        )
+        pixels = single.pixel_values.reshape(grid_t, frames_per_patch, height * width, -1, frames_per_patch, side * side)
         patches = torch.stack([pixels[:, index, :, :, index] for index in range(frames_per_patch)], dim=3)
         return Packed(patches.reshape(grid_t * height * width, -1), torch.tensor([[grid_t, height, width]]))
 

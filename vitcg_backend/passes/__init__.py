@@ -149,8 +149,8 @@ def _compile_piece(
     symbols = program.symbols
     compiled = options.inner == "inductor"
     gm = piece.gm
-    for rewrite in TORCH_REWRITES if compiled else ():
-        gm = rewrite(gm)
+    for torch_rewrite in TORCH_REWRITES if compiled else ():
+        gm = torch_rewrite(gm)
     fakes = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     aten = _torch.aot_trace(gm, fakes, symbols.mode)
     proof, refusal = None, None

@@ -323,4 +323,3 @@ def _value(gm: fx.GraphModule, node: fx.Node, convert: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)
     raise Ineligible("submodule", f"{node.format_node()}: a call of a module that Dynamo did not inline")
-

@@ -66,9 +66,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     source, weight, bias = linear.args
     with graph.inserting_before(node):
         turned = graph.call_method("t", (weight,))
-        fused = graph.call_function(
-            torch.ops.aten._addmm_activation.default, (bias, source, turned), {"use_gelu": True}
-        )
+        fused = graph.call_function(torch.ops.aten._addmm_activation.default, (bias, source, turned), {"use_gelu": True})
     turned.meta = {**linear.meta, "val": weight.meta["val"].t()}
     fused.meta = dict(node.meta)
     node.replace_all_uses_with(fused)

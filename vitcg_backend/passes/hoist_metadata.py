@@ -149,5 +149,3 @@ def _ancestors(nodes: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack += node.all_input_nodes
     return found
-
-

@@ -12,7 +12,8 @@ viewed, never copied, so that edits of it are seen.
 
 Before::
 
-    %y = aten.convolution(%x, %w, %b, stride, [0, 0, 0], [1, 1, 1], False, [0, 0, 0], 1)   # [4n, 3, 2, 14, 14] -> [4n, 1280, 1, 1, 1]
+    # x: [4n, 3, 2, 14, 14], w: [1280, 3, 2, 14, 14], y: [4n, 1280, 1, 1, 1]
+    %y = aten.convolution(%x, %w, %b, stride, [0, 0, 0], [1, 1, 1], False, [0, 0, 0], 1)
 
 After::
 

@@ -116,10 +116,10 @@ class _Walker:
     def visit(self, node: fx.Node) -> None:
         rule = RULES.get(node.target)
         if rule is None:
-            self._refuse(node, "has no rule")
+            raise self._refusal(node, "has no rule")
         for position, argument in enumerate([*node.args, *node.kwargs.values()]):
             if position != rule.shape_argument and _holds_size(argument, self.symbols):
-                self._refuse(node, "uses the number of tokens as a value")
+                raise self._refusal(node, "uses the number of tokens as a value")
         try:
             rows = Rows(node, self._rows, self.symbols, self._gather)
             if not rows.inputs and not rows.output_carries:
@@ -129,9 +129,9 @@ class _Walker:
             else:
                 text = rule.check(rows)
         except Refusal as refusal:
-            self._refuse(node, str(refusal))
+            raise self._refusal(node, str(refusal)) from refusal
         except Ineligible as error:
-            self._refuse(node, error.detail)
+            raise self._refusal(node, error.detail) from error
         self.proof.rules.append((str(node.target), text))
 
     def check_results(self) -> None:
@@ -166,9 +166,9 @@ class _Walker:
                 if isinstance(size, torch.SymInt) and self.symbols.linear(size) is None:
                     raise Ineligible("unknown_size", f"{node.name} has shape {tuple(value.shape)}, which no bucket fixes")
 
-    def _refuse(self, node: fx.Node, why: str) -> None:
+    def _refusal(self, node: fx.Node, why: str) -> Ineligible:
         line = source_line(node)
-        raise Ineligible(
+        return Ineligible(
             "unproved",
             f"{node.target} {why}{f' ({line})' if line else ''}. "
             "Padded rows could reach real rows, so this graph is not bucketed; a rule goes to passes/row_rules.py.",

@@ -46,27 +46,31 @@ class Rows:
         self.node, self.symbols, self._rows_of, self.gather = node, symbols, rows_of, gather
         found = [(source, rows_of(source.meta.get("val"))) for source in node.all_input_nodes]
         self.inputs = [(source, *place) for source, place in found if place is not None]
-        self.output = rows_of(node.meta["val"])
+        self.output: Any = rows_of(node.meta["val"])
 
     @property
     def output_carries(self) -> bool:
+        """Whether the result has a token axis."""
         return self.output is not None
 
     @property
     def axis(self) -> int:
+        """Token axis of the first token input."""
         return self.inputs[0][1]
 
     @property
     def rows(self) -> int:
+        """Its rows per n."""
         return self.inputs[0][2]
 
     @property
     def rank(self) -> int:
+        """Its number of axes."""
         value = self.inputs[0][0].meta["val"]
         return (value[0] if isinstance(value, (tuple, list)) else value).dim()
 
-    def of(self, argument: Any) -> tuple[int, int] | None:
-        """(axis, rows per n) of an argument."""
+    def of(self, argument: Any) -> Any:
+        """(axis, rows per n) of an argument, None without a token axis."""
         return self._rows_of(argument.meta.get("val")) if isinstance(argument, fx.Node) else None
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
@@ -152,13 +156,99 @@ def _overloads(*names: str) -> list[Any]:
 
 
 _POINTWISE = _overloads(
-    *"add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar".split(),
-    *"neg abs exp exp2 expm1 log log1p sqrt rsqrt reciprocal sin cos tanh sigmoid erf relu gelu silu".split(),
-    *"pow.Tensor_Scalar pow.Tensor_Tensor maximum minimum clamp clamp_min clamp_max where.self alias clone".split(),
-    *"_to_copy eq.Scalar eq.Tensor ne.Scalar ne.Tensor lt.Scalar lt.Tensor le.Scalar le.Tensor gt.Scalar gt.Tensor".split(),
-    *"ge.Scalar ge.Tensor logical_and logical_or logical_not bitwise_and.Tensor bitwise_or.Tensor bitwise_not".split(),
-    *"isnan isinf floor ceil round trunc sign softplus leaky_relu hardtanh elu hardswish hardsigmoid mish".split(),
-    *"div.Tensor_mode remainder.Scalar remainder.Tensor fmod.Tensor addcmul addcdiv lerp.Scalar lerp.Tensor".split(),
+    *[
+        "add.Tensor",
+        "add.Scalar",
+        "sub.Tensor",
+        "sub.Scalar",
+        "rsub.Scalar",
+        "rsub.Tensor",
+        "mul.Tensor",
+        "mul.Scalar",
+        "div.Tensor",
+        "div.Scalar",
+    ],
+    *[
+        "neg",
+        "abs",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "sin",
+        "cos",
+        "tanh",
+        "sigmoid",
+        "erf",
+        "relu",
+        "gelu",
+        "silu",
+    ],
+    *[
+        "pow.Tensor_Scalar",
+        "pow.Tensor_Tensor",
+        "maximum",
+        "minimum",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "where.self",
+        "alias",
+        "clone",
+    ],
+    *[
+        "_to_copy",
+        "eq.Scalar",
+        "eq.Tensor",
+        "ne.Scalar",
+        "ne.Tensor",
+        "lt.Scalar",
+        "lt.Tensor",
+        "le.Scalar",
+        "le.Tensor",
+        "gt.Scalar",
+        "gt.Tensor",
+    ],
+    *[
+        "ge.Scalar",
+        "ge.Tensor",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "bitwise_and.Tensor",
+        "bitwise_or.Tensor",
+        "bitwise_not",
+    ],
+    *[
+        "isnan",
+        "isinf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "sign",
+        "softplus",
+        "leaky_relu",
+        "hardtanh",
+        "elu",
+        "hardswish",
+        "hardsigmoid",
+        "mish",
+    ],
+    *[
+        "div.Tensor_mode",
+        "remainder.Scalar",
+        "remainder.Tensor",
+        "fmod.Tensor",
+        "addcmul",
+        "addcdiv",
+        "lerp.Scalar",
+        "lerp.Tensor",
+    ],
 )
 
 
@@ -195,7 +285,9 @@ def _permute(rows: Rows) -> str:
     return "layout: the token axis is followed"
 
 
-@rule(*_overloads("transpose.int", "t", "squeeze.dim", "squeeze.dims", "squeeze", "unsqueeze", "view_as_complex", "view_as_real"))
+@rule(
+    *_overloads("transpose.int", "t", "squeeze.dim", "squeeze.dims", "squeeze", "unsqueeze", "view_as_complex", "view_as_real")
+)
 def _layout(rows: Rows) -> str:
     rows.keep()
     return "layout: the token axis is followed"
@@ -251,7 +343,7 @@ def _cat(rows: Rows) -> str:
     rank = rows.node.meta["val"].dim()
     if rows.output is None or dim % rank == rows.output[0]:
         raise Refusal("joins along the token axis")
-    if len(rows.inputs) != len({n for n in rows.node.args[0]}):
+    if len(rows.inputs) != len(set(rows.node.args[0])):
         raise Refusal("joins tensors with and without a token axis")
     rows.keep()
     if any(place[1:] != rows.inputs[0][1:] for place in rows.inputs):
@@ -388,5 +480,3 @@ def _sdpa(rows: Rows) -> str:
     if any(axis != 0 or count != rows.rows for _, axis, count in rows.inputs) or len(rows.inputs) < 3:
         raise Refusal("attends over the token axis outside of segments")
     return "tokens in the batch"
-
-

@@ -66,7 +66,7 @@ class _Splitter:
         body = [n for n in graph.nodes if self.kind.get(n) == BODY and n.op != "placeholder"]
         level = self._levels(body)
         self.program.metadata = [self._slot(node) for node in self.hoisted.metadata]
-        finals = {n for n in output.all_input_nodes}
+        finals = set(output.all_input_nodes)
         calls: list[tuple[Any, list[fx.Node], list[fx.Node]]] = []
         for number in range(max(level.values()) + 1):
             nodes = [n for n in body if level[n] == number and n.target not in _ATTENTION]
@@ -216,6 +216,7 @@ class _Splitter:
 
     def _outputs(self, output: fx.Node) -> None:
         results = output.args[0]
+        entry: tuple[str, Any]
         for result in results if isinstance(results, (tuple, list)) else (results,):
             if not isinstance(result, fx.Node):
                 entry, value = ("constant", result), None
@@ -240,7 +241,11 @@ def piece_key(gm: fx.GraphModule, symbols: Symbols) -> tuple[Any, ...]:
 
     def value_key(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return (str(value.dtype), str(value.device), *(tuple(map(size_key, s)) for s in (value.shape, value.stride())))
+            return (
+                str(value.dtype),
+                str(value.device),
+                *(tuple(map(size_key, s)) for s in (value.shape, value.stride())),
+            )
         return size_key(value)
 
     def argument_key(argument: Any) -> Any:
@@ -254,7 +259,7 @@ def piece_key(gm: fx.GraphModule, symbols: Symbols) -> tuple[Any, ...]:
             return ("slice", argument_key(argument.start), argument_key(argument.stop), argument_key(argument.step))
         return (type(argument).__name__, repr(argument))
 
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for node in gm.graph.nodes:
         number[node] = len(number)
         if node.op == "placeholder":
