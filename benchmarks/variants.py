@@ -134,8 +134,8 @@ def _captured(run: Runner, device: torch.device) -> Runner:
     with torch.cuda.graph(graph):
         outputs = run()
 
-    def replay() -> Any:
-        graph.replay()
+    def replay(keep: Runner = run) -> Any:
+        graph.replay()  # reads tensors that only `keep` owns
         return outputs
 
     return replay
