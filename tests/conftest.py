@@ -16,6 +16,7 @@ REQUIRE_GPU = "VITCG_REQUIRE_GPU"
 def pytest_configure(config):
     """One thread per test process: results do not depend on the machine, and the workers do not compete."""
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # float32 tests compare float32 arithmetic
     # Otherwise the report of a failed test holds thousands of empty lines of torch's structured trace.
     logging.getLogger("torch.__trace").propagate = False
 

@@ -280,6 +280,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_b22_b29_bad_input_gives_eagers_own_error(name: str, case: str) -> None:
     """What eager rejects is rejected right after a good call, with eager's type of error or that of torch.compile itself."""
+    if DEVICE == "cuda" and (name, case) == ("qwen2_5_vl", "fewer rows than the grid"):
+        pytest.skip("eager's own window gather is a device-side assert there, which ends the process")
     pixels, rows = BAD[case]
     pixels = pixels.to(DEVICE)
     grid = tensor(rows, dtype=torch.int64).reshape(-1, 3)

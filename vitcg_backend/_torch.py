@@ -7,6 +7,7 @@ torch shows up as one failing test (`tests/test_torch_versions.py`) and is mende
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,15 +26,18 @@ __all__ = [
     "TraceRestart",
     "ambient_state",
     "aot_trace",
+    "capture_stream",
     "clear_dynamic_marks",
     "compile_ordinary",
     "compile_piece",
     "current_trace",
+    "end_failed_capture",
     "fresh_size",
     "is_marked",
     "mark_rows",
     "new_size",
     "real_tensors",
+    "release_workspaces",
     "trace_artifact",
     "unowned",
 ]
@@ -243,6 +247,42 @@ def unowned(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return view.set_(weak, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@functools.cache
+def capture_stream(device_index: int) -> Any:
+    """The one side stream of a device that everything is captured on: each stream that multiplies keeps a workspace."""
+    return torch.cuda.Stream(device_index)
+
+
+def release_workspaces() -> None:
+    """Let cuBLAS take new workspaces: a graph's own comes from its pool, so that no other stream writes into it.
+
+    Source: what torch/_inductor/cudagraph_trees.py does around a capture (`clear_cublas_manager`).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_failed_capture(graph: Any, pool: Any, stream: Any) -> None:
+    """Take stream, allocator and random generator out of a capture that an error has broken.
+
+    `CUDAGraph.capture_end` (aten/src/ATen/cuda/CUDAGraph.cpp) throws before it has told the allocator and the generator that
+    the capture is over; the allocator is told here, the generator by a capture of one operation that succeeds.
+    """
+    try:
+        graph.capture_end()
+        return
+    except RuntimeError as error:
+        log.debug("capture_end after a failed capture: %s", error)
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+    with torch.cuda.stream(stream):
+        scratch = torch.zeros(1, device=stream.device)
+        stream.synchronize()
+        healthy = torch.cuda.CUDAGraph()
+        healthy.capture_begin(capture_error_mode="thread_local")
+        scratch.add_(1)
+        healthy.capture_end()
 
 
 # --- dumps ----------------------------------------------------------------------------------------------------------

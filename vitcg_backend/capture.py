@@ -9,6 +9,7 @@ Note [Lifetime of the static memory]
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .passes.program import AttentionStep
 __all__ = ["Arena", "Capture", "run_body"]
 
 _serial = itertools.count()
+_one_capture = threading.Lock()  # the capture stream of a device is shared
 _MAX_VIEWS = 64
 
 
@@ -224,33 +226,33 @@ class Capture:
         return run_body(self.body, self.kernel, static, n, self.tensors, self.segments, self.bounds)
 
     def record(self, args: Sequence[Any], pool: Any) -> None:
-        """Warm up on a side stream, then capture into `pool`; on a CPU only warm up.
+        """Warm up on a side stream, then capture into `pool`; nothing on a CPU, where `replay` calls the pieces.
 
         Raises:
             Exception: what made the capture impossible; the stream is out of capture mode by then.
         """
         start = time.perf_counter()
-        if self.device.type != "cuda":
-            self._results = self.run(args)
-        else:
+        if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 self._record_cuda(args, pool)
         self.capture_s = time.perf_counter() - start
 
     def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self.run(args)  # compiles and loads what is lazy, and sizes workspaces, outside the capture
+        current, side = torch.cuda.current_stream(), _torch.capture_stream(torch.cuda.current_device())
+        with _one_capture, torch.cuda.stream(side):
+            side.wait_stream(current)
+            self.run(args)  # compiles and loads what is lazy outside the capture
             side.synchronize()
+            _torch.release_workspaces()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 results = self.run(args)
             except BaseException:
-                _end_failed_capture(graph)
+                _torch.end_failed_capture(graph, pool, side)
                 raise
             graph.capture_end()
+            _torch.release_workspaces()
         current.wait_stream(side)
         self.graph = graph
         self._results = [_torch.unowned(r) if self._is_pooled(r, args) else r for r in results]
@@ -289,14 +291,6 @@ class Capture:
         if pairs:
             torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
         return results
-
-
-def _end_failed_capture(graph: Any) -> None:
-    """Leave capture mode after an error inside it; what this raises is a consequence of that error."""
-    try:
-        graph.capture_end()
-    except RuntimeError as error:
-        _torch.log.debug("capture_end after a failed capture: %s", error)
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:
