@@ -40,7 +40,8 @@ WORKLOADS = Path(__file__).with_name("workloads.json")
 ISOLATED_CALLS = ("1x256", "v16f256", "8mix")
 ISOLATED_LIMIT_S = 90.0  # of one tower and one variant
 CASE_LIMIT_S = 8.0  # of the rounds of one call
-MIN_ROUNDS = 5
+MIN_ROUNDS = 3
+BLOCK = 4  # runs in a row
 
 
 class Bench:
@@ -191,7 +192,7 @@ class Bench:
         return runner
 
     def rounds(self, runners: dict[str, Any]) -> Samples:
-        """Time all in turns: each round runs each twice and times the second run, starting with another one."""
+        """Time all in turns: each round runs each `BLOCK` times in a row and times the last two, starting with another one."""
         names = list(runners)
         samples: Samples = {name: [] for name in names}
         for name in names * 3:
@@ -202,8 +203,8 @@ class Bench:
                 break
             turn = index % max(len(names), 1)
             for name in names[turn:] + names[:turn]:
-                runners[name]()  # each finds its own code and data in the caches, as in a loop of its calls
-                samples[name].append(self.timed(runners[name]))
+                block = [self.timed(runners[name]) for _ in range(BLOCK)]
+                samples[name] += block[-2:]  # by then each finds its own code and data in the caches, as in a loop of its calls
         return samples
 
     def timed(self, runner: Any) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -74,3 +75,16 @@ def test_import_is_light():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "[] False\n"
+
+
+def test_readme_results_come_from_a_results_file() -> None:
+    """The table in the README is what `benchmarks/readme_table.py` makes of the file that it names."""
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"<!-- results:begin.*?-->\n(.*?)\n<!-- results:end -->", readme, re.DOTALL)
+    assert table is not None
+    name = re.search(r"from `(\S+\.jsonl)`", table[1])
+    assert name is not None
+    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.table(ROOT / "benchmarks" / "results" / name[1]) == table[1]
