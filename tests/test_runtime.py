@@ -389,6 +389,24 @@ def test_b62_changed_weights_are_seen_by_the_next_call(name: str) -> None:
         assert not torch.equal(before, testing.flatten(run(tower, VIDEO))[0]), edit.__name__
 
 
+def test_weights_that_move_at_every_step_leave_nothing_behind() -> None:
+    """Fifty reloads into new storage: each is seen, and only the captures of the latest few are kept."""
+    from vitcg_backend import backend, runtime
+
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, self_check=False)
+    alive = []
+    for _ in range(50):
+        with torch.no_grad():
+            _edit_data(tower)
+        alive.append([p.data for p in tower.parameters()])  # so that no address comes back
+        assert_same(compiled, tower, IMAGE)
+    (part,) = [p for p in backend._live if isinstance(p, runtime.CompiledTower)]
+    assert len(part._captures) <= 8
+    assert len(part._states) <= 8
+    assert stats(tower).captures == 50
+
+
 def test_b64_gradients_then_inference_then_gradients() -> None:
     """With gradients the ordinary path gives eager's gradients; without, buckets are used; in any order."""
     tower = tiny_tower("qwen3_vl")

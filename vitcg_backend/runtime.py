@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
@@ -40,6 +41,7 @@ __all__ = ["CompiledTower"]
 
 log = _torch.log
 _MAX_CAPTURES = 128
+_MAX_STATES = 8  # sets of parameter addresses: towers of one class share an artifact, adapters are switched
 _address = Tensor.data_ptr
 
 
@@ -90,7 +92,8 @@ class CompiledTower:
         self._state_of = _getter(self._state_positions)
         self._layouts = LayoutCache(body, kernel)
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
-        self._states: dict[tuple[int, ...], int] = {}
+        self._states: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._state_numbers = itertools.count()
         self._last_state: tuple[list[int], int] = ([], -1)
         self._refused: dict[Any, str] = {}
         self._arena = Arena()
@@ -271,10 +274,22 @@ class CompiledTower:
         """A number for "these parameters at these addresses"; a graph replays only for the number it was captured with."""
         addresses = list(map(_address, self._state_of(args)))
         if addresses != self._last_state[0]:
-            number = self._states.setdefault(tuple(addresses), len(self._states))
-            self._last_state = (addresses, number)
+            key = tuple(addresses)
+            if key not in self._states:
+                self._states[key] = next(self._state_numbers)
+                self._forget_old_states()
+            self._states.move_to_end(key)
+            self._last_state = (addresses, self._states[key])
             self._owners = self._weak_owners(args)
         return self._last_state[1]
+
+    def _forget_old_states(self) -> None:
+        """Weights that move at every step (reloads, say) must not leave their captures behind."""
+        while len(self._states) > _MAX_STATES:
+            number = self._states.popitem(last=False)[1]
+            for kept in (self._captures, self._refused):
+                for key in [key for key in kept if key[2] == number]:
+                    del kept[key]
 
     def _weak_owners(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
         return [weakref.ref(args[i]) for i in self._state_positions[:8]]

@@ -33,6 +33,9 @@ TORCH_REWRITES = (gelu_epilogue,)
 ATEN_REWRITES = (patch_conv_to_matmul,)
 """Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them."""
 
+MAX_PIECES = 512
+"""Most pieces kept for towers to come; a tower holds its own in any case."""
+
 PieceFunction = Callable[[list[Any]], Any]
 
 
@@ -165,6 +168,8 @@ def _compile_piece(
     dump(f"piece{number}_aten", aten)
     function = _torch.compile_piece(aten, symbols.mode) if compiled else _run_eager(piece.gm)
     cache.compiled += 1
+    if len(cache.pieces) >= MAX_PIECES:
+        cache.pieces.pop(next(iter(cache.pieces)))
     cache.pieces[key] = CompiledPiece(function, proof, refusal, (symbols.symbol, symbols.guards()))
     return cache.pieces[key]
 
