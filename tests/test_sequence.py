@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import vitcg_backend
 from vitcg_backend import capture, testing
 
-STEPS = int(os.environ.get("VITCG_STEPS", "400"))
+STEPS = int(os.environ.get("VITCG_STEPS", "250"))
 Step = tuple[str, int]
 
 
