@@ -389,6 +389,26 @@ def test_b62_changed_weights_are_seen_by_the_next_call(name: str) -> None:
         assert not torch.equal(before, testing.flatten(run(tower, VIDEO))[0]), edit.__name__
 
 
+def test_b63_a_number_of_a_module_that_changes_is_seen() -> None:
+    """A scale on a module (an adapter's, say) takes many values: Dynamo hands it over as an input, and each counts."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    tower = tiny_tower("qwen2_vl")
+    tower.blocks[0].attn.proj = Scaled(tower.blocks[0].attn.proj)
+    compiled = compile_tower(tower)
+    for scale in (1.0, 2.0, 3.0, 0.5, 2.0, 1.0, 0.25):
+        tower.blocks[0].attn.proj.scale = scale
+        for layout in (IMAGE, MIXED):
+            assert_same(compiled, tower, layout)
+
+
 def test_weights_that_move_at_every_step_leave_nothing_behind() -> None:
     """Fifty reloads into new storage: each is seen, and only the captures of the latest few are kept."""
     from vitcg_backend import backend, runtime

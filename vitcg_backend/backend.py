@@ -78,7 +78,9 @@ def vitcg(
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
-    tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, example_inputs)
+    operators = _copy(gm)
+    give_tokens(operators)
+    tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, operators, example_inputs)
     return _served_by(tower)
 
 

@@ -67,6 +67,7 @@ class CompiledTower:
         kernel: attention of the body, None without attention.
         options: the user's options.
         stats: counters to keep.
+        operators: the lowered graph as Dynamo made it, no number in it made a constant.
         example_inputs: the first call's arguments, to tell whose graph this is; only weak references are kept.
     """
 
@@ -76,9 +77,11 @@ class CompiledTower:
         kernel: VarlenKernel | None,
         options: Options,
         stats: Stats,
+        operators: Callable[..., Any],
         example_inputs: Sequence[Any],
     ) -> None:
         self.body, self.kernel, self.options, self.stats = body, kernel, options, stats
+        self._lowered = operators
         bound = body.bound
         unit = bound.symbols.unit
         self.ladder = (
@@ -202,7 +205,7 @@ class CompiledTower:
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""
-        results = self.body.bound.gm(*args)
+        results = self._lowered(*args)
         return list(results) if isinstance(results, (tuple, list)) else [results]
 
     # --- captures ---------------------------------------------------------------------------------------------------
