@@ -373,13 +373,18 @@ def _buffers(tower: torch.nn.Module) -> None:
         b.mul_(0.5)
 
 
+def _buffer_data(tower: torch.nn.Module) -> None:
+    for b in tower.buffers():
+        b.data.mul_(1.5)  # leaves no trace in the version counter
+
+
 @pytest.mark.parametrize("name", TOWERS)
 def test_b62_changed_weights_are_seen_by_the_next_call(name: str) -> None:
     """Every way to change a weight or a buffer shows in the very next call of a captured bucket."""
     tower = tiny_tower(name)
     compiled = compile_tower(tower)
     assert_same(compiled, tower, VIDEO)
-    for edit in (_edit_in_place, _edit_data, _new_parameters, _assign, _load, _buffers, _edit_data, _edit_in_place):
+    for edit in (_edit_in_place, _edit_data, _new_parameters, _assign, _load, _buffers, _buffer_data, _edit_data):
         before = testing.flatten(run(tower, VIDEO))[0]
         with torch.no_grad():
             edit(tower)
@@ -407,6 +412,81 @@ def test_b63_a_number_of_a_module_that_changes_is_seen() -> None:
         tower.blocks[0].attn.proj.scale = scale
         for layout in (IMAGE, MIXED):
             assert_same(compiled, tower, layout)
+
+
+def _with_metadata_of_the_whole_grid(tower: torch.nn.Module):
+    return lambda pixels, grid: tower(pixels, grid_thw=grid).pooler_output / grid.max()
+
+
+def test_metadata_that_padding_changes_is_never_used() -> None:
+    """A value over all items, as the largest side, differs with the dummy item: refused on every call, not only at first."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    function = _with_metadata_of_the_whole_grid(tower)
+    compiled = torch.compile(function, backend="vitcg", options={"inner": "eager", "token_budgets": [64]})
+    pixels, grid = testing.make_inputs(tower, ((1, 4, 4),))
+    with torch.no_grad():
+        for _ in range(70):
+            torch.testing.assert_close(compiled(pixels, grid), function(pixels, grid))
+
+
+def test_results_beside_the_features() -> None:
+    """Split sizes returned with the features are the unpadded grid's, and the caller may write into them."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+
+    def function(pixels: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tower(pixels, grid_thw=grid).pooler_output, grid.prod(-1) // 4
+
+    for options in ({"inner": "eager"}, {"inner": "eager", "capture": "never"}):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="vitcg", options=options)
+        pixels, grid = testing.make_inputs(tower, ((1, 8, 8), (1, 4, 6)))
+        with torch.no_grad():
+            for _ in range(3):
+                features, sizes = compiled(pixels, grid)
+                assert sizes.tolist() == [16, 6]
+                torch.testing.assert_close(features, function(pixels, grid)[0])
+                sizes -= 1
+
+
+def test_in_place_by_any_name_is_not_cut_apart() -> None:
+    """An in-place activation given by position is seen, and its graph takes the ordinary path."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    act = torch.nn.LeakyReLU(-0.5, inplace=True)
+
+    def function(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        y = tower(pixels, grid_thw=grid).pooler_output * 1
+        return y + act(y * 1) + y
+
+    compiled = torch.compile(function, backend="vitcg", options={"inner": "eager"})
+    pixels, grid = testing.make_inputs(tower, MIXED)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(pixels, grid), function(pixels, grid))
+    assert stats(tower).fallbacks == {"side_effect": 2}
+
+
+def test_random_numbers_are_drawn_anew() -> None:
+    """Noise in the forward pass is not kept as metadata of a layout."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+
+    def function(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return tower(pixels, grid_thw=grid).pooler_output.sum() * 0 + torch.rand(4, device=pixels.device)
+
+    compiled = torch.compile(function, backend="vitcg", options={"inner": "eager"})
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    with torch.no_grad():
+        assert len({tuple(compiled(pixels, grid).tolist()) for _ in range(4)}) == 4
+
+
+def test_other_backends_may_be_given_the_same_tensors() -> None:
+    """No mark stays on a caller's tensors: another backend compiles the tower with them as if we had not."""
+    tower = tiny_tower("qwen3_vl", depth=2)
+    pixels, grid = testing.make_inputs(tower, MIXED)
+    with torch.no_grad():
+        compile_tower(tower)(pixels, grid_thw=grid)
+        assert not [name for t in (pixels, grid) for name in vars(t) if "dynamo" in name or "vitcg" in name]
+        other = torch.compile(tower, backend="eager")(pixels, grid_thw=grid)
+    assert_equal(other, tower(pixels, grid_thw=grid), tower, pixels, grid_thw=grid)
 
 
 def test_weights_that_move_at_every_step_leave_nothing_behind() -> None:

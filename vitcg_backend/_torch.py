@@ -19,9 +19,11 @@ from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensorMode",
+    "RandomWatch",
     "ShapeEnv",
     "TraceRestart",
     "ambient_state",
@@ -46,6 +48,19 @@ _MARKS = ("_dynamo_unbacked_indices", "_dynamo_weak_dynamic_indices", "_dynamo_d
 
 
 # --- Dynamo: the trace that is going on -----------------------------------------------------------------------------
+
+
+class RandomWatch(TorchDispatchMode):
+    """While it is on: whether an operator drew random numbers (torch/utils/_python_dispatch.py, `torch.Tag`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the tags of an operator and run it."""
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class TraceRestart(exc.RestartAnalysis):
@@ -87,15 +102,16 @@ def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
     """
     mark = torch._dynamo.decorators.mark_unbacked if unbacked else torch._dynamo.maybe_mark_dynamic
     mark(tensor, axis)
+    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
     # `torch._dynamo.mark_static` would act on the running trace instead: this is the attribute that it sets outside one.
     tensor._dynamo_static_indices = set(range(tensor.dim())) - {axis}  # type: ignore[attr-defined]
 
 
 def clear_dynamic_marks(tensor: Tensor) -> None:
-    """Take the marks of `mark_rows` off a tensor that belongs to a caller."""
-    for mark in (*_MARKS, "_dynamo_static_indices"):
-        if hasattr(tensor, mark):
-            delattr(tensor, mark)
+    """Take the marks of `mark_rows` off a tensor that belongs to a caller; a caller's own marks stay."""
+    if tensor.__dict__.pop("_vitcg_marked", False):
+        for name in [name for name in tensor.__dict__ if name.startswith(("_dynamo_", "_has_dynamo_"))]:
+            delattr(tensor, name)
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

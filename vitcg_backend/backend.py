@@ -57,6 +57,7 @@ def vitcg(
     """
     parsed = Options.parse(options, mode)
     lowering.install()
+    lowering.clear_marks()
     counters = Stats(graphs=1)
     dump = Dump(parsed.dump_dir)
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]

@@ -88,7 +88,7 @@ def _result(kind: str, what: Any, slots: list[Any], args: Sequence[Any], tensors
         return slots[what]
     if kind == "argument":
         return args[what]
-    return tensors[what] if kind == "metadata" else what
+    return tensors[what].clone() if kind == "metadata" else what  # metadata is kept: the caller may write into a result
 
 
 class Arena:
@@ -163,8 +163,8 @@ class Capture:
         self.tensors: list[Tensor] = []
         self.copied: list[int] = []
         for index, (node, tensor) in enumerate(zip(self.body.hoisted.metadata, values.tensors, strict=True)):
-            if index in values.segments and self._only_segments(index):
-                self.tensors.append(tensor)  # read by attention alone, through its own metadata
+            if not self.body.program.reads(index):
+                self.tensors.append(tensor)  # attention has its own form of it; a result is taken from the unpadded grid
                 continue
             fake = node.meta["val"]
             sizes = [_size(bound.symbols, s, n) for s in fake.shape]
@@ -179,19 +179,14 @@ class Capture:
     def _buffer(self, name: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.arena.view(name, shape, stride, dtype, self.device)
 
-    def _only_segments(self, index: int) -> bool:
-        slot = self.body.program.metadata[index]
-        read = any(slot in getattr(step, "inputs", ()) for step in self.body.program.steps)
-        return not read and ("metadata", index) not in self.body.program.outputs
-
     def _output(self, fake: Any) -> _Output:
         symbols = self.body.bound.symbols
         if isinstance(fake, Tensor):
             for axis, size in enumerate(fake.shape):
                 if symbols.depends(size):
                     form = symbols.linear(size)
-                    assert form is not None  # the proof refuses results with other sizes
-                    return _Output(axis, form[0])
+                    if form is not None:
+                        return _Output(axis, form[0])
         return _Output(None, 0)
 
     @property
@@ -279,7 +274,7 @@ class Capture:
             r if o.axis is None else r.narrow(o.axis, 0, tokens * o.rows)
             for r, o in zip(self._results, self._outputs, strict=True)
         ]
-        if len(self._views) < _MAX_VIEWS:
+        if self.graph is not None and len(self._views) < _MAX_VIEWS:
             self._views[rows] = views
         return views
 

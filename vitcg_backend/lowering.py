@@ -38,7 +38,7 @@ from torch import Tensor
 from . import _torch, ops
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
 
-__all__ = ["import_metadata_functions", "install", "lowered_functions"]
+__all__ = ["clear_marks", "import_metadata_functions", "install", "lowered_functions"]
 
 log = _torch.log
 _GRID_NAMES = ("grid_thw", "target_sizes")
@@ -222,6 +222,14 @@ def _inputs(trace: Any) -> list[Tensor]:
     return list(_tensors(root.f_locals.values()))
 
 
+def clear_marks() -> None:
+    """Take the marks off the caller's tensors once they have been traced: another backend may be given them next."""
+    trace = _torch.current_trace()
+    if trace is not None:
+        for tensor in _inputs(trace):
+            _torch.clear_dynamic_marks(tensor)
+
+
 def _is_grid(tensor: Tensor) -> bool:
     integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
     return integer and tensor.dim() == 2 and tensor.shape[1] in (2, 3)
@@ -372,7 +380,7 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
         device_type = query.device.type
-        if torch.is_autocast_enabled(device_type):
+        if torch.is_autocast_enabled(device_type) and query.dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device_type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scale = kwargs.get("scaling")

@@ -57,7 +57,7 @@ def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str,
     result = _call(key, grid, tensors, constants)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     # An operator's output may not be its input; a function that makes its tensors on the host leaves them there.
-    return [output.clone() if output is grid else output.to(grid.device) for output in outputs]
+    return [output.clone() if output is grid else output.to(grid.device).contiguous() for output in outputs]
 
 
 @_metadata.register_fake

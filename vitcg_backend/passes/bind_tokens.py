@@ -206,7 +206,7 @@ def _role(node: fx.Node) -> str:
     if isinstance(value, torch.nn.Parameter):
         return Role.STATE
     name = _source_name(node)
-    owned = any(part in name for part in ("_parameters", "_buffers", "_modules"))
+    owned = any(part in name for part in ("._parameters[", "._buffers[", "._modules["))
     return Role.STATE if owned else Role.EXTRA
 
 
@@ -300,6 +300,8 @@ def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt) -> None
                 continue
             try:
                 node.meta["val"] = _value(gm, node, convert)
+            except Ineligible:
+                raise
             except Exception as error:
                 detail = f"{node.format_node()}: {type(error).__name__}: {error}"
                 raise Ineligible("untraceable", detail) from error
@@ -316,6 +318,17 @@ def _value(gm: fx.GraphModule, node: fx.Node, convert: Any) -> Any:
         value = getattr(gm, node.target)
         return torch.empty_like(value) if isinstance(value, Tensor) else value
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    before = [(n, n.meta["val"]._version) for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    with _torch.RandomWatch() as watch:
+        value = _call(node, args, kwargs)
+    if any(n.meta["val"]._version != version for n, version in before):  # whatever its name: leaky_relu(x, slope, True)
+        raise Ineligible("side_effect", f"{node.format_node()} changes a tensor; {source_line(node)}")
+    if watch.random:
+        raise Ineligible("random", f"{node.format_node()} draws random numbers; {source_line(node)}")
+    return value
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_function":
         if any(isinstance(node.target, kind) for kind in (torch._ops.HigherOrderOperator,)):
             raise Ineligible("higher_order", f"{node.target} has no rule")

@@ -1,13 +1,14 @@
 """Pass 2: split a bound graph into a prologue, which the pixels do not reach, and a body.
 
-Why: the prologue (segments, positions, rotary tables, window order) depends on the grid alone. It runs once per layout, outside
-the captured body, and its results become static-shaped inputs of it.
+Why: the prologue (segments, positions, interpolation tables, window order) depends on the grid alone. It runs once per layout,
+outside the captured body, and its results become static-shaped inputs of it.
 
 Preconditions: `bind_tokens`.
 
-Cases: a node is 1. *free* when it depends on parameters and sizes only (a transposed weight): it is sunk into every piece that
-uses it; 2. *metadata* when it depends on the grid, on buffers or on nothing, and on no parameter; equal metadata nodes are
-merged; 3. *body* otherwise. Parameters never enter the prologue, so that no copy of a weight can go stale.
+Cases: a node is 1. *free* when it depends on a module's state and on sizes only (a transposed weight): it is sunk into
+every piece that uses it; 2. *metadata* when it depends on the grid or on nothing, and on no state; equal metadata nodes
+are merged; 3. *body* otherwise. Parameters and buffers never enter the prologue, so that nothing made from them can go
+stale: an edit through ``.data`` leaves no trace that a cache could see.
 
 Before::
 
@@ -18,8 +19,8 @@ Before::
 
 After::
 
-    prologue(l_grid, s77, l_buffers_inv_freq): ... return (cos,)
-    body(l_pixels, l_weight, cos):             %h = linear(...); %out = %h * %cos
+    prologue(l_grid, s77):                                 %meta = vitcg.metadata(...); return (%meta,)
+    body(l_pixels, l_weight, l_buffers_inv_freq, meta):    %cos = ...; %h = linear(...); %out = %h * %cos
 """
 
 from __future__ import annotations
@@ -83,9 +84,8 @@ def _classify(bound: Bound) -> dict[fx.Node, str]:
             continue
         if node.op == "placeholder":
             role = node.meta["role"]
-            parameter = isinstance(node.meta["example_value"], torch.nn.Parameter)
-            weight[node] = parameter
-            kind[node] = BODY if role == Role.PIXELS else FREE if parameter or role == Role.SIZE else PROLOGUE
+            weight[node] = role == Role.STATE
+            kind[node] = BODY if role == Role.PIXELS else FREE if role in (Role.STATE, Role.SIZE) else PROLOGUE
             continue
         inputs = node.all_input_nodes
         kinds = {kind[i] for i in inputs}
@@ -136,7 +136,10 @@ def _extract(bound: Bound, nodes: list[fx.Node], used: list[fx.Node]) -> tuple[f
     for node in nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph.output(tuple(copies[n] for n in used))
+    graph.output(tuple(graph.call_method("contiguous", (copies[n],)) for n in used))  # static inputs are dense
+    with bound.symbols.mode:
+        for node in used:
+            node.meta["val"] = node.meta["val"].contiguous()
     return fx.GraphModule(bound.gm, graph, class_name="Prologue"), tuple(positions)
 
 

@@ -82,3 +82,7 @@ class Program:
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     output_values: list[Any] = field(default_factory=list)
     attention: list[tuple[torch.device, torch.dtype, int]] = field(default_factory=list)
+
+    def reads(self, metadata: int) -> bool:
+        """Whether a piece reads that metadata tensor: attention has its own form of it, a result is no read."""
+        return any(self.metadata[metadata] in step.inputs for step in self.steps if isinstance(step, PieceStep))

@@ -265,14 +265,8 @@ def piece_key(gm: fx.GraphModule, symbols: Symbols) -> tuple[Any, ...]:
         if node.op == "placeholder":
             rows.append(("placeholder", value_key(node.meta["val"])))
             continue
-        target = node.target if isinstance(node.target, str) else _target_name(node.target)
+        target = node.target  # the object itself: two closures of one factory have one name
         if node.op == "get_attr":  # a constant of the graph: equal only to itself
             target = f"{node.target}@{id(getattr(gm, node.target))}"
         rows.append((node.op, target, argument_key(node.args), argument_key(node.kwargs)))
     return tuple(rows)
-
-
-def _target_name(target: Any) -> str:
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return str(target)
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
