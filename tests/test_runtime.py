@@ -145,7 +145,7 @@ def test_b10_b11_budgets_and_boundaries() -> None:
     compiled = compile_tower(tower, token_budgets=[64, 16, 16])
     expected = {1: 16, 15: 16, 16: 16, 17: 64, 63: 64, 64: 64, 65: None}
     for tokens, bucket in expected.items():
-        assert_same(compiled, tower, ((1, 2, 2 * tokens),))
+        assert_same(compiled, tower, ((1, 2, 2 * tokens),), exact=False)
         assert stats(tower).last.bucket_tokens == bucket
     assert stats(tower).fallbacks == {"over_largest_budget": 1}
 

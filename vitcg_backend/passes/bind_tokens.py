@@ -206,7 +206,7 @@ def _role(node: fx.Node) -> str:
     if isinstance(value, torch.nn.Parameter):
         return Role.STATE
     name = _source_name(node)
-    owned = any(part in name for part in ("._parameters[", "._buffers[", "._modules["))
+    owned = any(part in name for part in ("._parameters[", "._buffers[", "._modules[")) or name.startswith("l_self_")
     return Role.STATE if owned else Role.EXTRA
 
 
