@@ -82,9 +82,6 @@ class LayoutCache:
         self.kernel = kernel
         self.segment_indices = sorted({s.segments for s in body.program.steps if hasattr(s, "segments")})
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
-        self._state: tuple[Any, ...] = ()
-        placeholders = body.bound.placeholders
-        self._state_positions = [p for p in body.hoisted.prologue_inputs if placeholders[p].meta["role"] == Role.STATE]
 
     def __len__(self) -> int:
         return len(self._values)
@@ -111,13 +108,9 @@ class LayoutCache:
         """
         if not keep:
             return self._compute(args, layout, rows, bucket)
-        state = self._state_of(args)
-        if state != self._state:
-            self._values.clear()
-            self._state = state
         key = (layout, rows, bucket)
         values = self._values.get(key)
-        if values is None or None in state:
+        if values is None:
             values = self._compute(args, layout, rows, bucket)
             self._values[key] = values
             if len(self._values) > _MAX_LAYOUTS:
@@ -126,10 +119,6 @@ class LayoutCache:
             self._values.move_to_end(key)
         values.wait()
         return values
-
-    def _state_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Buffers that the prologue reads, by address and version; None where edits cannot be seen (inference tensors)."""
-        return tuple(None if args[p].is_inference() else (args[p].data_ptr(), args[p]._version) for p in self._state_positions)
 
     def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
         unit = self.body.bound.symbols.unit
