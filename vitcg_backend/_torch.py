@@ -38,6 +38,7 @@ __all__ = [
     "is_marked",
     "mark_rows",
     "new_size",
+    "raw_stream",
     "real_tensors",
     "release_workspaces",
     "trace_artifact",
@@ -279,17 +280,23 @@ def release_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def end_failed_capture(graph: Any, pool: Any, stream: Any) -> None:
-    """Take stream, allocator and random generator out of a capture that an error has broken.
+_broken_graphs: list[Any] = []
 
-    `CUDAGraph.capture_end` (aten/src/ATen/cuda/CUDAGraph.cpp) throws before it has told the allocator and the generator that
-    the capture is over; the allocator is told here, the generator by a capture of one operation that succeeds.
+
+def end_failed_capture(graph: Any, pool: Any, stream: Any) -> None:
+    """Take stream, device allocator and random generator out of a capture that an error has broken.
+
+    `CUDAGraph.capture_end` (aten/src/ATen/cuda/CUDAGraph.cpp) throws before it has told the allocators and the generator that
+    the capture is over. The device allocator is told here, the generator by a capture of one operation that succeeds. Nothing
+    in Python tells the allocator of pinned memory: to it the pool stays in use, so that no other capture can begin in it, and
+    it keeps a pointer to the graph, which therefore stays alive.
     """
     try:
         graph.capture_end()
         return
     except RuntimeError as error:
         log.debug("capture_end after a failed capture: %s", error)
+    _broken_graphs.append(graph)
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(stream.device_index, pool)
     with torch.cuda.stream(stream):
@@ -299,6 +306,11 @@ def end_failed_capture(graph: Any, pool: Any, stream: Any) -> None:
         healthy.capture_begin(capture_error_mode="thread_local")
         scratch.add_(1)
         healthy.capture_end()
+
+
+def raw_stream(device: torch.device) -> int:
+    """The handle of the device's current stream; a tenth of the time of `torch.cuda.current_stream`."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 # --- dumps ----------------------------------------------------------------------------------------------------------

@@ -150,6 +150,7 @@ class Capture:
         self.graph: Any = None
         self._results: list[Any] = []
         self._views: dict[int, list[Any]] = {}
+        self._pixel_views: dict[int, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             self._make_inputs(args, values)
         self._outputs = [self._output(v) for v in body.program.output_values]
@@ -198,7 +199,12 @@ class Capture:
 
     def write(self, args: Sequence[Any], values: LayoutValues, rows: int) -> None:
         """Copy a call's pixels and its layout's metadata into the static inputs (not the metadata of the last call again)."""
-        self.pixels.narrow(self.body.bound.pixel_axis, 0, rows).copy_(args[self.body.bound.pixels], non_blocking=True)
+        target = self._pixel_views.get(rows)
+        if target is None:
+            target = self.pixels.narrow(self.body.bound.pixel_axis, 0, rows)
+            if len(self._pixel_views) < _MAX_VIEWS:
+                self._pixel_views[rows] = target
+        target.copy_(args[self.body.bound.pixels], non_blocking=True)
         if self.arena.owner == (self.serial, values.serial):
             return
         targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())

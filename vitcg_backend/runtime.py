@@ -41,6 +41,7 @@ __all__ = ["CompiledTower"]
 
 log = _torch.log
 _MAX_CAPTURES = 128
+_MAX_ASKS = 4096  # a few hundred bytes each
 _MAX_STATES = 8  # sets of parameter addresses: towers of one class share an artifact, adapters are switched
 _address = Tensor.data_ptr
 
@@ -94,6 +95,7 @@ class CompiledTower:
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._state_of = _getter(self._state_positions)
         self._layouts = LayoutCache(body, kernel)
+        self._asks: dict[tuple[Layout | None, int], _Ask] = {}
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._states: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._state_numbers = itertools.count()
@@ -128,12 +130,18 @@ class CompiledTower:
         if self._extra:
             allowed = rows % bound.symbols.unit == 0 and self.body.allows(rows // bound.symbols.unit)
             return _Ask(None, rows, None, "caller_metadata" if allowed else "outside_compiled_sizes")
-        layout: Layout | None = None
-        if bound.grid is not None:
-            layout = tuple(tuple(row) for row in args[bound.grid].tolist())
-            if not _is_valid(layout, rows, bound.symbols.unit):
-                return _Ask(layout, rows, None, "invalid_grid")
-        elif rows % bound.symbols.unit or rows == 0:
+        layout = None if bound.grid is None else tuple(map(tuple, args[bound.grid].tolist()))
+        ask = self._asks.get((layout, rows))
+        if ask is None:
+            ask = self._asks[layout, rows] = self._new_ask(layout, rows)
+            if len(self._asks) > _MAX_ASKS:
+                self._asks.clear()
+        return ask
+
+    def _new_ask(self, layout: Layout | None, rows: int) -> _Ask:
+        bound = self.body.bound
+        valid = rows > 0 and rows % bound.symbols.unit == 0
+        if not (valid if layout is None else _is_valid(layout, rows, bound.symbols.unit)):
             return _Ask(layout, rows, None, "invalid_grid")
         reason = self._misfit(layout, rows)
         bucket = None if reason else self.ladder.fit(rows)
@@ -237,6 +245,7 @@ class CompiledTower:
             raise
         except Exception as error:  # a failed capture must cost the caller nothing but time
             trouble = ("capture_failed", f"{type(error).__name__}: {error}")
+            self._pool = None  # of no use after a capture that broke off in it (`_torch.end_failed_capture`)
         self._arena.owner = None
         if trouble is not None:
             return self._refuse(key, ask, *trouble)
@@ -353,18 +362,15 @@ class _InOrder:
         self.tower, self.device = tower, device
 
     def __enter__(self) -> None:
-        if self.tower._last_use is not None:
-            stream, event = self.tower._last_use
-            current = torch.cuda.current_stream(self.device)
-            if stream != current:
-                current.wait_event(event)
+        last = self.tower._last_use
+        if last is not None and _torch.raw_stream(self.device) != last[0]:
+            torch.cuda.current_stream(self.device).wait_event(last[1])
 
     def __exit__(self, *_: Any) -> None:
-        current = torch.cuda.current_stream(self.device)
         last = self.tower._last_use
-        event = last[1] if last is not None else torch.cuda.Event()
-        event.record(current)
-        self.tower._last_use = (current, event)
+        event = torch.cuda.Event() if last is None else last[1]
+        event.record(torch.cuda.current_stream(self.device))
+        self.tower._last_use = (_torch.raw_stream(self.device), event)
 
 
 class _NoStream:

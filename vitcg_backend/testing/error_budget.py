@@ -12,6 +12,10 @@ has a floor: half an ulp of the output's dtype (`torch.finfo.eps`) for the rms e
 rounded correctly, or to the wrong neighbour here and there, always passes. One layer of a tower already has an rms
 error of a third of an ulp in bfloat16 and of one and a half in float32, twice which is above the floor: it decides for
 copies and single operations only.
+
+The largest of few errors is a matter of luck: an output of one token has 32 values, and eager's worst one may happen to
+be small. What n values with eager's rms error lead one to expect is sqrt(2 ln n) times that error, so this counts as
+eager's max error where the one seen is smaller.
 """
 
 from __future__ import annotations
@@ -134,7 +138,7 @@ def _compare(name: str, out: Any, eager: Any, ref: Any, factor: float) -> Tensor
         return TensorError(name, problem=f"{describe(out)} instead of {describe(eager)}")
     if ref.shape != eager.shape:
         return TensorError(name, problem=f"the reference is {describe(ref)} where eager is {describe(eager)}")
-    ref = ref.to(eager.device)
+    out, eager, ref = out.detach(), eager.detach(), ref.detach().to(eager.device)
     if not eager.is_floating_point():
         wrong = int((out != eager).sum())
         return TensorError(name, problem=f"{wrong} of {out.numel()} exact values differ from eager" if wrong else "")
@@ -146,6 +150,7 @@ def _compare(name: str, out: Any, eager: Any, ref: Any, factor: float) -> Tensor
         return TensorError(name, problem="the reference is not finite where eager is")
     rms, worst = _relative_errors(out[finite], ref[finite])
     eager_rms, eager_worst = _relative_errors(eager[finite], ref[finite])
+    expected_worst = eager_rms * _expected_max_over_rms(ref[finite])
     ulp = torch.finfo(out.dtype).eps
     return TensorError(
         name,
@@ -154,7 +159,7 @@ def _compare(name: str, out: Any, eager: Any, ref: Any, factor: float) -> Tensor
         eager_rms_error=eager_rms,
         eager_max_error=eager_worst,
         rms_budget=max(factor * eager_rms, RMS_FLOOR_ULPS * ulp),
-        max_budget=max(factor * eager_worst, MAX_FLOOR_ULPS * ulp),
+        max_budget=max(factor * max(eager_worst, expected_worst), MAX_FLOOR_ULPS * ulp),
     )
 
 
@@ -166,3 +171,12 @@ def _relative_errors(values: Tensor, ref: Tensor) -> tuple[float, float]:
     error = values.double() - ref
     scales = (float(ref.norm()) or float(ref.numel()) ** 0.5, float(ref.abs().max()) or 1.0)
     return float(error.norm()) / scales[0], float(error.abs().max()) / scales[1]
+
+
+def _expected_max_over_rms(ref: Tensor) -> float:
+    """What makes a relative rms error the relative max error that normally distributed errors of that size have on average."""
+    if ref.numel() < 2:
+        return 1.0
+    ref = ref.double()
+    rms, largest = float(ref.norm()) / float(ref.numel()) ** 0.5, float(ref.abs().max())
+    return (rms / largest if largest else 1.0) * math.sqrt(2 * math.log(ref.numel()))
