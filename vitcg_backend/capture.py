@@ -147,6 +147,7 @@ class Capture:
         self.bounds = values.bounds
         self.device = args[body.bound.pixels].device
         self.capture_s = 0.0
+        self.pool_bytes = 0  # that the capture took from the driver
         self.graph: Any = None
         self._results: list[Any] = []
         self._views: dict[int, list[Any]] = {}
@@ -229,7 +230,9 @@ class Capture:
         start = time.perf_counter()
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
+                before = torch.cuda.memory_reserved()
                 self._record_cuda(args, pool)
+                self.pool_bytes = max(torch.cuda.memory_reserved() - before, 0)
         self.capture_s = time.perf_counter() - start
 
     def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
