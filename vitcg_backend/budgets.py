@@ -33,8 +33,8 @@ def tightened(ladder: Ladder, sizes: Mapping[int, int]) -> Ladder:
 def fit_budgets(sizes: Mapping[int, float], most: int) -> tuple[int, ...]:
     """At most `most` budgets that pad the given sizes least in all.
 
-    Exact, by dynamic programming over the sorted sizes (each budget is one of them); beyond 192 different sizes the
-    rarest are rounded up to the next of those that are kept.
+    Exact, by dynamic programming over the sorted sizes (each budget is one of them). Of more than 192 different sizes only
+    the heaviest and evenly spread others may become budgets.
 
     Args:
         sizes: output tokens -> weight (calls, or shares of them).
@@ -45,8 +45,10 @@ def fit_budgets(sizes: Mapping[int, float], most: int) -> tuple[int, ...]:
     """
     if not sizes or most < 1:
         raise ValueError(f"fit_budgets needs at least one size and one budget, got {len(sizes)} sizes and most={most}.")
-    kept = sorted(sorted(sizes, key=lambda size: (-sizes[size], size))[: _MAX_SIZES - 1] + [max(sizes)])
-    kept = sorted(set(kept))
+    ordered = sorted(sizes)
+    stride = -(-len(ordered) // (_MAX_SIZES // 2))
+    heaviest = sorted(sizes, key=lambda size: -sizes[size])[: _MAX_SIZES // 2]
+    kept = ordered if len(ordered) <= _MAX_SIZES else sorted({*ordered[::-stride], *heaviest})
     weights = [0.0] * len(kept)
     for size, weight in sizes.items():
         weights[bisect_left(kept, size)] += weight

@@ -107,6 +107,11 @@ class Arena:
             buffer = self._buffers[key] = torch.zeros(size, dtype=dtype, device=device)
         return buffer.as_strided(tuple(shape), tuple(stride))
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
     def clear(self) -> None:
         """Drop the buffers; captures that use them keep theirs."""
         self._buffers.clear()
@@ -194,8 +199,15 @@ class Capture:
     def static_bytes(self) -> int:
         """Bytes of the static inputs that this size uses (shared with other sizes) and of its outputs."""
         tensors = [self.pixels, *self.segments.values(), *(self.tensors[i] for i in self.copied)]
-        tensors += [r for r in self._results if isinstance(r, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in tensors) + self._result_bytes()
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that no other size shares: what the graph pool took, or on a CPU the outputs."""
+        return self.pool_bytes if self.graph is not None else self._result_bytes()
+
+    def _result_bytes(self) -> int:
+        return sum(r.numel() * r.element_size() for r in self._results if isinstance(r, Tensor))
 
     def write(self, args: Sequence[Any], values: LayoutValues, rows: int) -> None:
         """Copy a call's pixels and its layout's metadata into the static inputs (not the metadata of the last call again)."""

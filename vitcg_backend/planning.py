@@ -130,6 +130,11 @@ class Planner:
         bucket = self.ladder.fit(rows)
         return self.measures and bucket is not None and not self.costs.knows_uncaptured(bucket.tokens)
 
+    def warm(self, warming: bool) -> None:
+        """Whether captures are allowed although ``capture="warmup"`` is set."""
+        self.warming = warming
+        self._plans.clear()
+
     def use(self, captured: set[int]) -> None:
         """These budgets have a capture now."""
         if captured != self.captured:

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -340,7 +341,7 @@ class CompiledTower:
         self.planner.use({key[0].tokens for key in self._captures})
 
     def _over(self, limit_mib: int | None) -> bool:
-        return limit_mib is not None and sum(c.static_bytes for c in self._captures.values()) > limit_mib << 20
+        return limit_mib is not None and sum(c.static_bytes + c.pool_bytes for c in self._captures.values()) > limit_mib << 20
 
     def _graph_pool(self) -> Any:
         if self._pool is None and self._device_type() == "cuda":
@@ -388,6 +389,35 @@ class CompiledTower:
             self._arena.clear()
             self._pool = self._last_use = None
             self._captures_changed()
+
+    @contextlib.contextmanager
+    def warming(self) -> Iterator[None]:
+        """Calls inside may capture although ``capture="warmup"`` is set."""
+        with self._lock:
+            self.planner.warm(True)
+            try:
+                yield
+            finally:
+                self.planner.warm(False)
+
+    @property
+    def budgets_captured(self) -> frozenset[int]:
+        """Budgets that have a capture."""
+        return frozenset(key[0].tokens for key in self._captures)
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes of the static buffers, which the captures share, and of their graph pool."""
+        return self._arena.bytes + sum(capture.own_bytes for capture in self._captures.values())
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether `memory_limit_mib` leaves room for a bucket of `tokens`, judged by the size of the latest capture."""
+        limit = self.options.memory_limit_mib
+        if limit is None or not self._captures:
+            return True
+        latest = next(reversed(self._captures.values()))
+        held = sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
+        return held + latest.static_bytes * tokens / latest.bucket.tokens <= limit << 20
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether the latest call used any tensor of these ids."""
