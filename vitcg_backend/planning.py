@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from .bucketing import Bucket, Ladder, Layout
@@ -26,6 +26,7 @@ _MAX_PLANS = 1024
 _MAX_SIZES = 4096
 _REFIT_AFTER = 64  # calls until budgets are first fitted to the traffic; then twice as many, up to _REFIT_EVERY
 _REFIT_EVERY = 4096
+WORTH_CAPTURES = 0.1  # share of a call's cost that packing has to save before it captures other buckets for it
 _WANTED = 4  # calls that a captured bucket serves until a better fitting one is captured
 
 Range = tuple[int, int]
@@ -139,8 +140,7 @@ class Planner:
         """These budgets have a capture now."""
         if captured != self.captured:
             self.captured = captured
-            if self.options.capture == "warmup":
-                self._plans.clear()
+            self._plans.clear()
 
     def keep_whole(self, layout: Layout) -> None:
         """Never cut this layout again: its items are not independent."""
@@ -182,7 +182,7 @@ class Planner:
         if len(units) == 1:
             return self._whole_plan(layout, rows, capacities)
         patches = [t * h * w for t, h, w in units]
-        groups = pack([p // self.unit for p in patches], [t for t, _, _ in units], capacities)
+        groups = self._groups([p // self.unit for p in patches], [t for t, _, _ in units], capacities)
         if groups is None:  # a single frame exceeds a limit
             return Plan((), "over_largest_budget")
         if len(groups) == 1:
@@ -190,6 +190,22 @@ class Planner:
             return Plan((Part(layout, rows, bucket, ((0, rows),)),))
         starts = list(accumulate(patches, initial=0))
         return Plan(tuple(self._part(group, units, starts) for group in groups))
+
+    def _groups(self, tokens: Sequence[int], frames: Sequence[int], capacities: Capacities) -> list[Group] | None:
+        """The cheapest groups. Where one replay would do, buckets are captured for several only if that saves much."""
+        groups = pack(tokens, frames, capacities)
+        total = sum(tokens)
+        if groups is None or len(groups) == 1 or self.captured.issuperset(budget for _, budget in groups):
+            return groups
+        if total > capacities.budgets[-1] or len(tokens) > capacities.max_items or sum(frames) > capacities.max_frames:
+            return groups
+        cost = sum(capacities.cost(budget) for _, budget in groups)
+        if cost < (1 - WORTH_CAPTURES) * capacities.cost(total):
+            return groups
+        whole = capacities.budgets[capacities.rung(total)]
+        known = [(b, c) for b, c in zip(capacities.budgets, capacities.costs, strict=True) if b in self.captured or b == whole]
+        budgets, costs = zip(*known, strict=True)
+        return pack(tokens, frames, replace(capacities, budgets=budgets, costs=costs))
 
     def _units(self, layout: Layout, capacities: Capacities) -> Layout:
         """The items; one that exceeds a limit by itself as runs of its frames."""
