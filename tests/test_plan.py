@@ -347,6 +347,27 @@ def test_packed_calls_are_compared_with_the_uncaptured_pieces(monkeypatch: pytes
     assert clock.asked == 7
 
 
+def test_a_failing_measurement_costs_the_caller_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the uncaptured pieces run out of memory while they are timed, the results stand and the buckets serve."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, min_tokens="auto", max_items=2, token_budgets=[16, 32, 64])
+
+    asked = []
+
+    def fail(function: Any, device: torch.device) -> float:
+        asked.append(function)
+        if len(asked) % 3 == 1:  # the uncaptured pieces come first
+            raise RuntimeError("CUDA out of memory")
+        return 1.0
+
+    monkeypatch.setattr(costs, "seconds", fail)
+    for _ in range(2):
+        assert_same(compiled, tower, ((1, 8, 8),) * 2 + ((1, 4, 4),))
+        assert_same(compiled, tower, VIDEO)
+    assert stats(tower).hits == 4
+    assert len(asked) == 7  # two buckets, and the packed call as a whole
+
+
 def test_a_part_that_cannot_be_replayed_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bucket whose capture fails: its part runs uncaptured, the result is eager's, and the call counts its reason."""
     from vitcg_backend import capture

@@ -42,7 +42,7 @@ def _once(run: Callable[[], Any], device: torch.device) -> float:
         return time.perf_counter() - start
     with torch.cuda.device(device):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # not the device: another thread may be capturing on it
         begin.record()
         run()
         end.record()

@@ -17,7 +17,7 @@ from torch import Tensor
 from .bucketing import Layout
 from .layouts import LayoutCache, Misfit
 from .passes import CompiledBody
-from .passes.graph import token_axes
+from .passes.graph import Role, token_axes
 from .planning import Part, Plan
 
 __all__ = ["Joined", "Parts"]
@@ -37,19 +37,24 @@ class Parts:
     def __init__(self, body: CompiledBody, layouts: LayoutCache) -> None:
         self.body, self.layouts = body, layouts
         self._checked: dict[Layout, Plan] = {}
+        sizes = [(i, node.meta["val"]) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.SIZE]
+        self._sizes = [(position, body.bound.symbols.linear(size)) for position, size in sizes]
 
     def clear(self) -> None:
         """Check every plan again."""
         self._checked.clear()
 
     def cut(self, args: Sequence[Any], part: Part) -> list[Any]:
-        """The arguments of a part: its pixel rows (a view where they lie together) and its own grid."""
+        """The arguments of a part: its pixel rows (a view where they lie together), its own grid, and their sizes."""
         bound = self.body.bound
         pixels, grid = args[bound.pixels], args[bound.grid]  # type: ignore[index]  # only a call with a grid is cut
         rows = [pixels.narrow(bound.pixel_axis, start, count) for start, count in part.ranges]
         arguments = list(args)
         arguments[bound.pixels] = rows[0] if len(rows) == 1 else torch.cat(rows, bound.pixel_axis)
         arguments[bound.grid] = torch.tensor(part.layout, dtype=grid.dtype, device=grid.device)  # type: ignore[index]
+        for position, form in self._sizes:  # those that do not follow the tokens are the number of items
+            tokens = part.rows // bound.symbols.unit
+            arguments[position] = len(part.layout or ()) if form is None else form[0] * tokens + form[1]
         return arguments
 
     def joined(self, args: Sequence[Any], layout: Layout, rows: int, plan: Plan) -> Joined:

@@ -84,6 +84,7 @@ class Planner:
     _whole: set[Layout] = field(default_factory=set)
     _sizes: Counter[int] = field(default_factory=Counter)
     _wanted: Counter[int] = field(default_factory=Counter)
+    _settled: bool = True
     _calls: int = 0
     _refit_at: int = _REFIT_AFTER
 
@@ -108,7 +109,7 @@ class Planner:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(layout, rows)
-            if not self._wanted:  # what waits for its capture is counted at each call
+            if self._settled:
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.pop(next(iter(self._plans)))
                 self._plans[key] = plan
@@ -246,8 +247,9 @@ class Planner:
     # --- which budgets ----------------------------------------------------------------------------------------------
 
     def _budgets(self, tokens: int) -> Sequence[int]:
-        """Budgets that may serve a call now."""
+        """Budgets that may serve a call now. A plan with others than those to come is not settled, so not kept."""
         captured = self.captured
+        self._settled = True
         if self.options.capture == "warmup" and not self.warming:
             return sorted(captured)
         if self.ladder is self._automatic:
@@ -257,6 +259,7 @@ class Planner:
             return self.ladder.budgets
         self._wanted[target.tokens] += 1
         if self._wanted[target.tokens] <= _WANTED:
+            self._settled = False
             return sorted(captured)
         del self._wanted[target.tokens]
         return self.ladder.budgets

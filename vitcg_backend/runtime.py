@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 import warnings
@@ -154,7 +155,8 @@ class CompiledTower:
 
     def _plan(self, layout: Layout | None, rows: int) -> Plan:
         reason = self._misfit()
-        plan = Plan((), reason) if reason else self.planner.plan(layout, rows)
+        with self._lock:
+            plan = Plan((), reason) if reason else self.planner.plan(layout, rows)
         sizes = [part.bucket.tokens for part in plan.parts] or [rows // self.body.bound.symbols.unit]
         if not all(map(self.body.allows, sizes)):
             self.stats.refusals["outside_compiled_sizes"] = self.body.assumptions()
@@ -200,9 +202,7 @@ class CompiledTower:
             refused = refused or reason
             joined.add(part, self._uncaptured(own, part.layout, part.rows) if results is None else results)
         if self.planner.lacks(ask.rows):
-            self.planner.learn_uncaptured(
-                ask.layout, ask.rows, self._time(lambda: self._uncaptured(args, ask.layout, ask.rows))
-            )
+            self.planner.learn_uncaptured(ask.layout, ask.rows, self._uncaptured_s(args, ask.layout, ask.rows))
         return joined.results, ask if refused is None else ask.because(refused)
 
     def _replay(self, args: Sequence[Any], part: Part, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
@@ -298,11 +298,19 @@ class CompiledTower:
             capture.write(args, values, part.rows)
             capture.copy_out(part.rows)
 
-        bucket.uncaptured_s = self._time(lambda: self._uncaptured(args, part.layout, part.rows))
+        bucket.uncaptured_s = self._uncaptured_s(args, part.layout, part.rows)
         bucket.replay_s = self._time(serve)
         bucket.copy_s = self._time(copy)
         self.planner.learn(part, bucket.replay_s, bucket.uncaptured_s)
         return serve()
+
+    def _uncaptured_s(self, args: Sequence[Any], layout: Layout | None, rows: int) -> float:
+        """Seconds of the uncaptured pieces; infinite where they fail, out of memory say, and so are no alternative."""
+        try:
+            return self._time(lambda: self._uncaptured(args, layout, rows))
+        except Exception as error:
+            log.info("the uncaptured pieces were not measured at %d rows: %s", rows, error)
+            return math.inf
 
     def _time(self, run: Callable[[], Any]) -> float:
         return costs.seconds(run, self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device)

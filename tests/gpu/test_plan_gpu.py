@@ -1,4 +1,4 @@
-"""Plans on a GPU: packed and split calls from CUDA graphs, measured costs, no wait in a steady call, memory of what is too large."""
+"""Plans on a GPU: packed and split calls from CUDA graphs, measured costs, no clock in a steady call, memory of a large one."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_measured_costs() -> None:
         assert 0 < bucket.replay_s < bucket.uncaptured_s
 
 
-def test_a_steady_call_does_not_wait() -> None:
-    """After its first use a packed call's parts are replayed without a sync; the grid, read on the host, lies there."""
+def test_a_steady_call_is_not_timed() -> None:
+    """After the first use of its buckets a packed call asks no clock."""
     tower, compiled = compiled_tower("qwen3_vl", token_budgets=[16, 32, 40])
     pixels, grid = testing.make_inputs(tower, PACKED[0])
     with torch.no_grad():
