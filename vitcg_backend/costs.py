@@ -96,19 +96,21 @@ class Costs:
         return budget in self._uncaptured
 
     def table(self, budgets: Sequence[int]) -> list[float]:
-        """Cost of a replay of each bucket apart from attention: measured, or between measurements estimated.
+        """Cost of a replay of each bucket apart from attention: measured, or estimated in between.
 
-        An estimate lies between the measurements around it, so that none keeps a smaller bucket from its first use.
+        An estimate is at most the next larger bucket's measurement, so that the smaller one gets its first use, but at
+        least the next smaller one's: only what has been measured is preferred to a bucket that fits more closely.
         """
-        costs, most = [], math.inf
+        measured = {b: max(s.seconds - self.quadratic * s.squares, 0.0) for b, s in self._replays.items()}
+        costs, most, least = [], math.inf, 0.0
         for budget in reversed(budgets):
-            sample = self._replays.get(budget)
-            if sample is not None:
-                most = max(sample.seconds - self.quadratic * sample.squares, 0.0)
-                costs.append(most)
-            else:
-                costs.append(min(self.fixed + self.rate * budget, most))
-        return costs[::-1]
+            most = measured.get(budget, most)
+            costs.append(min(self.fixed + self.rate * budget, most) if budget not in measured else most)
+        costs.reverse()
+        for rung, budget in enumerate(budgets):
+            least = measured.get(budget, least)
+            costs[rung] = max(costs[rung], least)
+        return costs
 
     def uncaptured(self, budget: int, tokens: int) -> float | None:
         """Seconds of an uncaptured run apart from attention, None while none of this bucket's sizes was measured."""

@@ -26,7 +26,8 @@ _MAX_PLANS = 1024
 _MAX_SIZES = 4096
 _REFIT_AFTER = 64  # calls until budgets are first fitted to the traffic; then twice as many, up to _REFIT_EVERY
 _REFIT_EVERY = 4096
-WORTH_CAPTURES = 0.1  # share of a call's cost that packing has to save before it captures other buckets for it
+WORTH = 0.1  # share of a call's cost that several replays have to save in place of one, at once
+REPEATED = 8  # calls of one layout from which on they only have to save something
 _WANTED = 4  # calls that a captured bucket serves until a better fitting one is captured
 
 Range = tuple[int, int]
@@ -81,6 +82,8 @@ class Planner:
     warming: bool = False
     ladder: Ladder = field(init=False)
     _plans: dict[object, Plan] = field(default_factory=dict)
+    _capacities: dict[tuple[int, ...], Capacities] = field(default_factory=dict)
+    _repeats: dict[Layout, int] = field(default_factory=dict)
     _whole: set[Layout] = field(default_factory=set)
     _sizes: Counter[int] = field(default_factory=Counter)
     _wanted: Counter[int] = field(default_factory=Counter)
@@ -106,6 +109,8 @@ class Planner:
         if self._observes:
             self._observe(rows // self.unit)
         key = rows if layout is None else layout
+        if layout is not None and len(layout) > 1:
+            self._count(layout)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(layout, rows)
@@ -125,7 +130,7 @@ class Planner:
         bucket = self.ladder.fit(rows)
         if bucket is not None:
             self.costs.learn_uncaptured(bucket.tokens, rows // self.unit, layout, uncaptured_s)
-        self._plans.clear()
+        self._forget()
 
     def lacks(self, rows: int) -> bool:
         """Whether the uncaptured time of such a call is wanted and unknown."""
@@ -135,20 +140,28 @@ class Planner:
     def warm(self, warming: bool) -> None:
         """Whether captures are allowed although ``capture="warmup"`` is set."""
         self.warming = warming
-        self._plans.clear()
+        self._forget()
 
     def use(self, captured: set[int]) -> None:
         """These budgets have a capture now."""
         if captured != self.captured:
             self.captured = captured
-            self._plans.clear()
+            self._forget()
 
     def keep_whole(self, layout: Layout) -> None:
         """Never cut this layout again: its items are not independent."""
         if len(self._whole) >= _MAX_PLANS:
             self._whole.clear()
         self._whole.add(layout)
-        self._plans.clear()
+        self._forget()
+
+    def _count(self, layout: Layout) -> None:
+        """Count the calls of several items by layout."""
+        if len(self._repeats) >= _MAX_PLANS and layout not in self._repeats:
+            self._repeats.pop(next(iter(self._repeats)))
+        self._repeats[layout] = self._repeats.get(layout, 0) + 1
+        if self._repeats[layout] == REPEATED:
+            self._plans.pop(layout, None)
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -159,15 +172,21 @@ class Planner:
         budgets = self._budgets(tokens)
         if not budgets:
             return Plan((), "not_warmed_up")
-        capacities = Capacities(
-            budgets,
-            self.costs.table(budgets),
-            self.costs.rate,
-            options.max_items or UNBOUNDED,
-            options.max_frames or UNBOUNDED,
-        )
+        capacities = self._capacities_of(tuple(budgets))
         plan = self._whole_plan(layout, rows, capacities) if layout is None or layout in self._whole else None
         return self._faster(plan or self._packed(layout or (), rows, capacities), tokens, capacities)
+
+    def _capacities_of(self, budgets: tuple[int, ...]) -> Capacities:
+        """Limits and costs of these budgets, kept until a cost changes."""
+        if budgets not in self._capacities:
+            limits = (self.options.max_items or UNBOUNDED, self.options.max_frames or UNBOUNDED)
+            self._capacities[budgets] = Capacities(budgets, self.costs.table(budgets), self.costs.rate, *limits)
+        return self._capacities[budgets]
+
+    def _forget(self) -> None:
+        """Plans are made anew: what they were made from has changed."""
+        self._plans.clear()
+        self._capacities.clear()
 
     def _whole_plan(self, layout: Layout | None, rows: int, capacities: Capacities) -> Plan:
         tokens = rows // self.unit
@@ -183,7 +202,7 @@ class Planner:
         if len(units) == 1:
             return self._whole_plan(layout, rows, capacities)
         patches = [t * h * w for t, h, w in units]
-        groups = self._groups([p // self.unit for p in patches], [t for t, _, _ in units], capacities)
+        groups = self._groups(layout, [p // self.unit for p in patches], [t for t, _, _ in units], capacities)
         if groups is None:  # a single frame exceeds a limit
             return Plan((), "over_largest_budget")
         if len(groups) == 1:
@@ -192,21 +211,28 @@ class Planner:
         starts = list(accumulate(patches, initial=0))
         return Plan(tuple(self._part(group, units, starts) for group in groups))
 
-    def _groups(self, tokens: Sequence[int], frames: Sequence[int], capacities: Capacities) -> list[Group] | None:
-        """The cheapest groups. Where one replay would do, buckets are captured for several only if that saves much."""
+    def _groups(
+        self, layout: Layout, tokens: Sequence[int], frames: Sequence[int], capacities: Capacities
+    ) -> list[Group] | None:
+        """The cheapest groups. Where one replay would do, several have to save much, or to be captured and of a layout that
+        comes again: each part's metadata is computed for itself, once for a layout.
+        """
         groups = pack(tokens, frames, capacities)
         total = sum(tokens)
-        if groups is None or len(groups) == 1 or self.captured.issuperset(budget for _, budget in groups):
+        if groups is None or len(groups) == 1:
             return groups
         if total > capacities.budgets[-1] or len(tokens) > capacities.max_items or sum(frames) > capacities.max_frames:
             return groups
-        cost = sum(capacities.cost(budget) for _, budget in groups)
-        if cost < (1 - WORTH_CAPTURES) * capacities.cost(total):
+        if _cost(groups, capacities) < (1 - WORTH) * capacities.cost(total):
             return groups
         whole = capacities.budgets[capacities.rung(total)]
+        one = [(list(range(len(tokens))), whole)]
+        if self._repeats.get(layout, 0) < REPEATED:
+            return one
         known = [(b, c) for b, c in zip(capacities.budgets, capacities.costs, strict=True) if b in self.captured or b == whole]
         budgets, costs = zip(*known, strict=True)
-        return pack(tokens, frames, replace(capacities, budgets=budgets, costs=costs))
+        groups = pack(tokens, frames, replace(capacities, budgets=budgets, costs=costs))
+        return groups if groups and _cost(groups, capacities) < (1 - MARGIN) * capacities.cost(total) else one
 
     def _units(self, layout: Layout, capacities: Capacities) -> Layout:
         """The items; one that exceeds a limit by itself as runs of its frames."""
@@ -274,5 +300,9 @@ class Planner:
         if ladder != self.ladder:
             self.ladder = ladder
             self._wanted.clear()
-            self._plans.clear()
+            self._forget()
         self._sizes = Counter({size: count // 2 for size, count in self._sizes.most_common(_MAX_SIZES) if count > 1})
+
+
+def _cost(groups: Sequence[Group], capacities: Capacities) -> float:
+    return sum(capacities.cost(budget) for _, budget in groups)
