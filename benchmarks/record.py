@@ -1,6 +1,6 @@
 """Rows of a result file: one measured quantity each, with what it was measured on.
 
-A row is one line of JSON: ``tower, case, variant, metric, unit, p20, p50, p80, p99, n, num_patches, num_tokens,
+A row is one line of JSON: ``tower, case, variant, metric, unit, p20, p50, p80, p99, mean, n, num_patches, num_tokens,
 bucket_tokens, padded_fraction, gpu, matmul_tflops, torch, triton, transformers, git, command, time``.
 """
 
@@ -25,6 +25,9 @@ UNITS = {
     "capture_s": "s",
     "cold_start_s": "s",
     "memory_mib": "MiB",
+    "padding": "1",
+    "uncaptured": "1",
+    "captures": "1",
 }
 
 
@@ -66,6 +69,7 @@ class Recorder:
             "unit": UNITS[metric],
         }
         row |= {f"p{percent}": round(quantile(values, percent / 100), 5) for percent in (20, 50, 80, 99)}
+        row["mean"] = round(sum(values) / len(values), 5)
         row["n"] = len(values)
         for size in ("num_patches", "num_tokens", "bucket_tokens", "padded_fraction"):
             row[size] = sizes.get(size)
@@ -89,7 +93,7 @@ def environment(device: torch.device, tflops: float | None, git: str | None) -> 
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "git": git or _git(),
-        "command": " ".join(["python", "benchmarks/bench.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 

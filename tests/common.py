@@ -48,8 +48,8 @@ def assert_equal(output: Any, expected: Any, tower: nn.Module, *args: Any, exact
 
 
 def compile_tower(tower: nn.Module, *, dynamic: bool | None = None, fullgraph: bool = False, **options: Any) -> Any:
-    """`torch.compile` with pieces that run eagerly, unless the options say otherwise."""
-    options = {"inner": "eager", **options}
+    """`torch.compile` with pieces that run eagerly and buckets used whatever a clock says, unless the options say otherwise."""
+    options = {"inner": "eager", "min_tokens": 1, **options}
     return torch.compile(tower, backend="vitcg", dynamic=dynamic, fullgraph=fullgraph, options=options)
 
 

@@ -179,3 +179,26 @@ def test_demo_on_one_picture_is_right_and_reports_every_call(capsys, tmp_path, p
     assert all(row["hit"] and row["budget_used"] <= 1 for row in found["rows"])
     assert found["totals"]["graphs"] == 1
     assert "all outputs are within the error budget" in out
+
+
+def test_png_without_matplotlib_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch):
+    """A missing package is named before any work, with what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    expected = "--png: drawing needs matplotlib: pip install 'vitcg-backend[bench]'"
+    assert fails(capsys, "demo", "--png", str(tmp_path / "traffic.png")) == expected
+
+
+def test_traffic_is_drawn(tmp_path):
+    """Calls above, buckets with their padding below, in a file that is a picture."""
+    pytest.importorskip("matplotlib")
+    from vitcg_backend.counters import CallRecord, Stats
+    from vitcg_backend.plot import draw_traffic
+
+    counted = Stats()
+    for tokens, budget in ((49, 56), (64, 64), (98, 104), (392, 416), (49, 56)):
+        counted.record(CallRecord(True, None, 1, 4 * tokens, tokens, budget, 1 - tokens / budget, ((budget, tokens),)))
+    counted.record(CallRecord(False, "over_largest_budget", 1, 40000, 10000, None, 0.0))
+    path = draw_traffic(counted, tmp_path / "traffic.png")
+    with Image.open(path) as picture:
+        assert picture.size[0] > 500
+    assert draw_traffic(Stats(), tmp_path / "empty.png").is_file()

@@ -113,23 +113,35 @@ def test_b07_long_segments_after_short_ones() -> None:
         assert stats(tower).hits == 4
 
 
-def test_b09_capacities_at_their_boundary() -> None:
-    """At a bound: a hit. One above: eager's result, a counted reason, and later calls hit again."""
+def test_b09_items_at_their_boundary() -> None:
+    """At the bound of items: one replay. One above: two, within the bound, and later calls take one again."""
     tower = tiny_tower("qwen3_vl")
     compiled = compile_tower(tower, max_items=3, token_budgets=[64])
-    for items, hit in ((2, True), (3, True), (4, False), (3, True)):
+    for items, replays in ((2, 1), (3, 1), (4, 2), (6, 2), (7, 3), (3, 1)):
         assert_same(compiled, tower, ((1, 4, 4),) * items)
-        assert stats(tower).last.hit is hit
-    assert stats(tower).fallbacks == {"over_max_items": 1}
+        assert stats(tower).last.hit
+        assert len(stats(tower).last.replays) == replays
 
 
-def test_b09_segments_at_their_boundary() -> None:
-    """`max_frames` counts attention segments: frames, and windows where a tower has them."""
+def test_b09_frames_at_their_boundary() -> None:
+    """`max_frames` counts attention segments of the call, none of the padding; a longer video is cut between frames."""
     tower = tiny_tower("qwen2_vl")
-    compiled = compile_tower(tower, max_frames=4, token_budgets=[16, 20])
-    for frames, hit in ((3, True), (4, True), (5, False), (4, True)):
+    compiled = compile_tower(tower, max_frames=4, token_budgets=[16, 20, 64])
+    for frames, replays in ((3, 1), (4, 1), (5, 2), (9, 3), (4, 1)):
         assert_same(compiled, tower, ((frames, 4, 4),))
-        assert stats(tower).last.hit is hit, stats(tower).last
+        assert stats(tower).last.hit, stats(tower).last
+        assert len(stats(tower).last.replays) == replays
+    assert_same(compiled, tower, ((4, 4, 6),))  # 24 tokens in the bucket of 64: its tail's segments do not count
+    assert len(stats(tower).last.replays) == 1
+
+
+def test_b09_windows_over_their_bound() -> None:
+    """Windows of one frame cannot be cut apart: at the bound a hit, above it eager's result and a counted reason."""
+    tower = tiny_tower("qwen2_5_vl")
+    compiled = compile_tower(tower, max_frames=4, token_budgets=[16, 64])
+    for layout, hit in ((((1, 8, 8),), True), (((1, 8, 10),), False), (((1, 8, 8),), True)):
+        assert_same(compiled, tower, layout)
+        assert stats(tower).last.hit is hit
     assert stats(tower).fallbacks == {"over_max_frames": 1}
 
 

@@ -16,8 +16,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .backend import reset, stats, vitcg
     from .counters import BucketStats, CallRecord, Stats
-    from .errors import AttentionUnavailable, OptionError, Refused, VitcgError
+    from .errors import AttentionUnavailable, OptionError, Refused, UnknownInput, VitcgError
+    from .guide import Recommendation, recommend_budgets
     from .options import Options
+    from .warming import Warmed, warmup
 
 _HOME = {
     "AttentionUnavailable": "errors",
@@ -25,12 +27,17 @@ _HOME = {
     "CallRecord": "counters",
     "OptionError": "errors",
     "Options": "options",
+    "Recommendation": "guide",
     "Refused": "errors",
     "Stats": "counters",
+    "UnknownInput": "errors",
     "VitcgError": "errors",
+    "Warmed": "warming",
+    "recommend_budgets": "guide",
     "reset": "backend",
     "stats": "backend",
     "vitcg": "backend",
+    "warmup": "warming",
 }
 __all__ = ["__version__", *sorted(_HOME)]
 

@@ -25,7 +25,7 @@ from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .runtime import CompiledTower
 
-__all__ = ["replay_of", "reset", "stats", "vitcg"]
+__all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
 
 log = _torch.log
 _cache = PieceCache()
@@ -166,12 +166,16 @@ def stats(tower: torch.nn.Module | None = None) -> Stats:
     return combine([part.stats for part in parts])
 
 
+def live_towers(tower: torch.nn.Module) -> list[CompiledTower]:
+    """The compiled graphs of a tower that can use buckets."""
+    owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
+    return [part for part in _live if isinstance(part, CompiledTower) and part.belongs_to(owned)]
+
+
 def replay_of(tower: torch.nn.Module) -> Callable[[], None]:
     """The CUDA graph that `tower` replayed last, as a function of nothing (no copies in or out): for benchmarks."""
-    owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
-    for part in _live:
-        if isinstance(part, CompiledTower) and part.belongs_to(owned):
-            return part.replay_last()
+    for part in live_towers(tower):
+        return part.replay_last()
     raise RuntimeError("this tower has no capture: compile it with backend='vitcg' and call it once")
 
 

@@ -107,6 +107,11 @@ class Arena:
             buffer = self._buffers[key] = torch.zeros(size, dtype=dtype, device=device)
         return buffer.as_strided(tuple(shape), tuple(stride))
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
     def clear(self) -> None:
         """Drop the buffers; captures that use them keep theirs."""
         self._buffers.clear()
@@ -147,6 +152,7 @@ class Capture:
         self.bounds = values.bounds
         self.device = args[body.bound.pixels].device
         self.capture_s = 0.0
+        self.pool_bytes = 0  # that the capture took from the driver
         self.graph: Any = None
         self._results: list[Any] = []
         self._views: dict[int, list[Any]] = {}
@@ -194,8 +200,15 @@ class Capture:
     def static_bytes(self) -> int:
         """Bytes of the static inputs that this size uses (shared with other sizes) and of its outputs."""
         tensors = [self.pixels, *self.segments.values(), *(self.tensors[i] for i in self.copied)]
-        tensors += [r for r in self._results if isinstance(r, Tensor)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in tensors) + self._result_bytes()
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that no other size shares: what the graph pool took, or on a CPU the outputs."""
+        return self.pool_bytes if self.graph is not None else self._result_bytes()
+
+    def _result_bytes(self) -> int:
+        return sum(r.numel() * r.element_size() for r in self._results if isinstance(r, Tensor))
 
     def write(self, args: Sequence[Any], values: LayoutValues, rows: int) -> None:
         """Copy a call's pixels and its layout's metadata into the static inputs (not the metadata of the last call again)."""
@@ -235,7 +248,9 @@ class Capture:
         start = time.perf_counter()
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
+                before = torch.cuda.memory_reserved()
                 self._record_cuda(args, pool)
+                self.pool_bytes = max(torch.cuda.memory_reserved() - before, 0)
         self.capture_s = time.perf_counter() - start
 
     def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["BucketStats", "CallRecord", "Stats"]
 
+MAX_SIZES = 4096
+
 
 @dataclass(frozen=True)
 class CallRecord:
@@ -20,8 +22,9 @@ class CallRecord:
         num_items: images and videos of the call.
         num_patches: rows into the tower.
         num_tokens: rows out, after the spatial merge.
-        bucket_tokens: budget of the bucket that was used.
-        padded_fraction: padded rows over the bucket's rows, 0 without a bucket.
+        bucket_tokens: budget of the bucket that was used, of all of them together where there were several.
+        padded_fraction: padded rows over the buckets' rows, 0 without a bucket.
+        replays: (budget, real tokens) of each replay; several where the call was packed or split.
         number: rises with every call of the process.
     """
 
@@ -32,6 +35,7 @@ class CallRecord:
     num_tokens: int
     bucket_tokens: int | None
     padded_fraction: float
+    replays: tuple[tuple[int, int], ...] = ()
     number: int = field(default_factory=itertools.count().__next__)
 
 
@@ -41,17 +45,27 @@ class BucketStats:
 
     Attributes:
         hits: replays.
+        packs: those of them that served a part of a call.
         captures: captures, more than one when weights moved or a capacity grew.
         capture_s: seconds of all captures, self-checks included.
         static_bytes: bytes of its static inputs and outputs.
+        pool_bytes: device memory that its captures took from the driver, graph pool included.
+        replay_s: seconds of a replay with its copies, as measured at the first use; 0 where nothing was measured.
+        copy_s: seconds of the copies in and out alone.
+        uncaptured_s: seconds of the same call on the uncaptured pieces.
         tokens: real output tokens served.
         padded_tokens: padded output tokens computed beside them.
     """
 
     hits: int = 0
+    packs: int = 0
     captures: int = 0
     capture_s: float = 0.0
     static_bytes: int = 0
+    pool_bytes: int = 0
+    replay_s: float = 0.0
+    copy_s: float = 0.0
+    uncaptured_s: float = 0.0
     tokens: int = 0
     padded_tokens: int = 0
 
@@ -73,6 +87,7 @@ class Stats:
         fallbacks: reason -> calls that took a slower path for it.
         refusals: reason -> text, for graphs or buckets refused for good.
         buckets: budget in output tokens -> its counters.
+        sizes: output tokens of a call -> calls, for the first 4096 different sizes.
         last: the latest call.
     """
 
@@ -88,6 +103,7 @@ class Stats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     refusals: dict[str, str] = field(default_factory=dict)
     buckets: dict[int, BucketStats] = field(default_factory=dict)
+    sizes: Counter[int] = field(default_factory=Counter)
     last: CallRecord | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -96,15 +112,18 @@ class Stats:
         with self._lock:
             self.calls += 1
             self.last = call
+            if call.num_tokens in self.sizes or len(self.sizes) < MAX_SIZES:
+                self.sizes[call.num_tokens] += 1
             if not call.hit:
                 self.fallbacks[call.reason or "unknown"] += 1
                 return
             self.hits += 1
-            assert call.bucket_tokens is not None  # a hit has a bucket
-            bucket = self.buckets.setdefault(call.bucket_tokens, BucketStats())
-            bucket.hits += 1
-            bucket.tokens += call.num_tokens
-            bucket.padded_tokens += call.bucket_tokens - call.num_tokens
+            for budget, tokens in call.replays:
+                bucket = self.buckets.setdefault(budget, BucketStats())
+                bucket.hits += 1
+                bucket.packs += len(call.replays) > 1
+                bucket.tokens += tokens
+                bucket.padded_tokens += budget - tokens
 
     @property
     def padded_fraction(self) -> float:
@@ -112,6 +131,42 @@ class Stats:
         padded = sum(bucket.padded_tokens for bucket in self.buckets.values())
         total = padded + sum(bucket.tokens for bucket in self.buckets.values())
         return padded / total if total else 0.0
+
+    def table(self) -> str:
+        """One line a bucket: replays, parts of calls among them, tokens, padding, captures, bytes, and measured times."""
+        heads = (
+            "bucket",
+            "replays",
+            "parts",
+            "tokens",
+            "padding",
+            "captures",
+            "s",
+            "MiB",
+            "replay ms",
+            "copies ms",
+            "uncaptured ms",
+        )
+        lines: list[tuple[str, ...]] = [heads]
+        for budget, bucket in sorted(self.buckets.items()):
+            computed = bucket.tokens + bucket.padded_tokens
+            times = (bucket.replay_s, bucket.copy_s, bucket.uncaptured_s)
+            lines.append(
+                (
+                    str(budget),
+                    str(bucket.hits),
+                    str(bucket.packs),
+                    str(bucket.tokens),
+                    f"{bucket.padded_tokens / computed:.1%}" if computed else "-",
+                    str(bucket.captures),
+                    f"{bucket.capture_s:.2f}",
+                    f"{(bucket.static_bytes + bucket.pool_bytes) / 2**20:.1f}",
+                    *(f"{time * 1e3:.3f}" if time else "-" for time in times),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join(rows + [f"{reason}: {count} calls" for reason, count in self.fallbacks.most_common()])
 
     def __str__(self) -> str:
         lines = [
@@ -141,11 +196,13 @@ def combine(parts: list[Stats]) -> Stats:
         ):
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.fallbacks.update(part.fallbacks)
+        total.sizes.update(part.sizes)
         total.refusals.update(part.refusals)
         if part.last is not None and (total.last is None or part.last.number > total.last.number):
             total.last = part.last
         for tokens, bucket in part.buckets.items():
             into = total.buckets.setdefault(tokens, BucketStats())
             for name in vars(bucket):
-                setattr(into, name, getattr(into, name) + getattr(bucket, name))
+                a, b = getattr(into, name), getattr(bucket, name)
+                setattr(into, name, max(a, b) if name in ("replay_s", "copy_s", "uncaptured_s") else a + b)
     return total

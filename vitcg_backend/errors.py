@@ -4,6 +4,7 @@
 
     VitcgError
     ├── OptionError            (ValueError)    a bad value in torch.compile(..., options={...})
+    ├── UnknownInput           (ValueError)    the budget guide knows no such family, configuration or size
     ├── AttentionUnavailable   (RuntimeError)  the attention asked for by name cannot run here
     └── Refused                (RuntimeError)  strict=True: a call or a graph took a slower path, with its reason
 
@@ -13,7 +14,7 @@ the reason is counted in `vitcg_backend.stats()`. Dynamo shows only ``str(error)
 
 from __future__ import annotations
 
-__all__ = ["AttentionUnavailable", "OptionError", "Refused", "VitcgError"]
+__all__ = ["AttentionUnavailable", "OptionError", "Refused", "UnknownInput", "VitcgError"]
 
 
 class VitcgError(Exception):
@@ -22,6 +23,10 @@ class VitcgError(Exception):
 
 class OptionError(VitcgError, ValueError):
     """An option is unknown or has a value that is not allowed."""
+
+
+class UnknownInput(VitcgError, ValueError):
+    """A family, a configuration or an input that the budget guide cannot work with."""
 
 
 class AttentionUnavailable(VitcgError, RuntimeError):

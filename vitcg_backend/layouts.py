@@ -44,7 +44,7 @@ class LayoutValues:
         tensors: results of the prologue, in its order.
         segments: metadata index of a cu_seqlens -> what the attention kernel reads, int32.
         bounds: metadata index of a cu_seqlens -> the static bounds that `segments` was made for.
-        num_segments: most segments among them, the padded tail included.
+        num_segments: most segments among them that belong to the call, the padded tail left out.
         ready: event recorded after they were computed (CUDA).
         stream: stream they were computed on.
         serial: a number no other values have.
@@ -133,7 +133,7 @@ class LayoutCache:
             if total > rows:
                 self._check_closed(tensors, lists, rows, total)
                 self._check_equal(tensors, self.get(args, layout, rows, None).tensors, rows)
-            values = self._with_segments(tensors, lists, total, bucket)
+            values = self._with_segments(tensors, lists, rows, total, bucket)
         device = args[self.body.bound.pixels].device
         if device.type == "cuda":
             values.stream = torch.cuda.current_stream(device)
@@ -179,13 +179,13 @@ class LayoutCache:
                 raise Misfit("metadata_differs", f"metadata {node.name} of {rows} real rows depends on the padding")
 
     def _with_segments(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], total: int, bucket: Bucket | None
+        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, total: int, bucket: Bucket | None
     ) -> LayoutValues:
         segments, bounds, most = {}, {}, 0
         for index, cu in lists.items():
             count = len(cu) - 1
             longest = max((b - a for a, b in itertools.pairwise(cu)), default=0)
-            most = max(most, count)
+            most = max(most, sum(end <= rows for end in cu[1:]))
             assert self.kernel is not None  # a graph with segments has attention
             limits = SegmentBounds(total, count, longest)
             if bucket is not None:

@@ -14,7 +14,7 @@ from .errors import OptionError
 __all__ = ["Options"]
 
 ATTENTION = ("auto", "triton", "torch", "mem_efficient", "sdpa")
-CAPTURE = ("lazy", "never")
+CAPTURE = ("lazy", "warmup", "never")
 OUTPUTS = ("copy", "borrow")
 INNER = ("inductor", "eager")
 
@@ -24,13 +24,16 @@ class Options:
     """What a user may choose. Every field has a default that is right for most.
 
     Attributes:
-        token_budgets: output tokens per bucket, any order; ``None`` = an automatic ladder up to `max_tokens`.
+        token_budgets: output tokens per bucket, any order; ``None`` = an automatic ladder up to `max_tokens`; ``"observed"`` =
+            that ladder with a budget of its own for each size that is frequent in the traffic.
         max_tokens: largest automatic budget, in output tokens.
-        max_items: most items (images or videos) of a call that may use a bucket; ``None`` = no bound of its own.
-        max_frames: most attention segments (frames, windows) of a call that may use a bucket; ``None`` = no bound.
-        min_tokens: calls with fewer output tokens run uncaptured.
+        max_items: most items (images or videos) of one replay; a call with more takes several. ``None`` = no bound.
+        max_frames: most attention segments (frames, windows) of one replay, in the same way; ``None`` = no bound.
+        min_tokens: calls with fewer output tokens run uncaptured; ``"auto"`` = each bucket is timed at its first use beside
+            the uncaptured pieces, and the faster one serves.
         attention: kernel of the packed attention; ``auto`` = the first usable of triton, torch, mem_efficient, sdpa.
-        capture: ``lazy`` = a bucket is captured at its first use; ``never`` = always the uncaptured pieces.
+        capture: ``lazy`` = a bucket is captured at its first use; ``warmup`` = only by `vitcg_backend.warmup`; ``never`` =
+            always the uncaptured pieces.
         memory_limit_mib: cap in MiB of the static buffers and graph pools of one tower; ``None`` = no cap. Over it the
             buckets that were used least recently are dropped.
         outputs: ``copy`` = results belong to the caller; ``borrow`` = views of the static outputs, valid until the next
@@ -41,11 +44,11 @@ class Options:
         dump_dir: folder for the graphs before and after each pass.
     """
 
-    token_budgets: tuple[int, ...] | None = None
+    token_budgets: tuple[int, ...] | str | None = None
     max_tokens: int = 16384
     max_items: int | None = None
     max_frames: int | None = None
-    min_tokens: int = 1
+    min_tokens: int | str = "auto"
     attention: str = "auto"
     capture: str = "lazy"
     memory_limit_mib: int | None = None
@@ -72,11 +75,11 @@ class Options:
         return cls(**{name: _VALIDATE[name](name, value) for name, value in given.items()})
 
 
-def _budgets(name: str, value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _budgets(name: str, value: Any) -> tuple[int, ...] | str | None:
+    if value is None or value == "observed":
+        return value
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise OptionError(f"{name}={value!r}: expected a list of output-token counts such as [256, 1024], or None.")
+        raise OptionError(f"{name}={value!r}: expected a list of output-token counts such as [256, 1024], 'observed' or None.")
     try:
         return Ladder.from_budgets(value, unit=1).budgets
     except ValueError as error:
@@ -91,6 +94,12 @@ def _positive(name: str, value: Any) -> int:
 
 def _positive_or_none(name: str, value: Any) -> int | None:
     return None if value is None else _positive(name, value)
+
+
+def _positive_or_auto(name: str, value: Any) -> int | str:
+    if isinstance(value, str) and value != "auto":
+        raise OptionError(f"{name}={value!r}: expected 'auto' or a whole number of at least 1.")
+    return value if isinstance(value, str) else _positive(name, value)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -119,7 +128,7 @@ _VALIDATE = {
     "max_tokens": _positive,
     "max_items": _positive_or_none,
     "max_frames": _positive_or_none,
-    "min_tokens": _positive,
+    "min_tokens": _positive_or_auto,
     "attention": _one_of(*ATTENTION),
     "capture": _one_of(*CAPTURE),
     "memory_limit_mib": _positive_or_none,

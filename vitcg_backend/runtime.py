@@ -2,22 +2,24 @@
 
 ::
 
-    call ─▶ what is asked (rows, layout) ─▶ bucket, or a reason
-         ─▶ layout values (kept) ─▶ capture (kept, by bucket, bounds and parameter addresses)
-         ─▶ rows in ─▶ replay ─▶ rows out
+    call ─▶ what is asked (rows, layout) ─▶ plan (planning.py): one replay, several, or a reason
+         ─▶ for each part of the plan (parts.py): layout values (kept)
+            ─▶ capture (kept, by bucket, bounds and parameter addresses) ─▶ rows in ─▶ replay ─▶ rows out
          └▶ uncaptured: the same compiled pieces on the exact rows
          └▶ operators: the lowered graph op by op; for what the tower itself rejects this raises eager's own error
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import threading
 import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -25,35 +27,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch
+from . import _torch, costs
 from .attention import VarlenKernel
-from .bucketing import Bucket, Ladder, Layout
+from .bucketing import Layout
 from .capture import Arena, Capture, run_body
 from .counters import BucketStats, CallRecord, Stats
 from .errors import Refused, VitcgError
 from .layouts import LayoutCache, LayoutValues, Misfit
 from .options import Options
+from .parts import Parts
 from .passes import CompiledBody
 from .passes.graph import Role
+from .planning import Part, Plan, Planner
 from .self_check import disagreement
 
 __all__ = ["CompiledTower"]
 
 log = _torch.log
 _MAX_CAPTURES = 128
-_MAX_ASKS = 4096  # a few hundred bytes each
 _MAX_STATES = 8  # sets of parameter addresses: towers of one class share an artifact, adapters are switched
 _address = Tensor.data_ptr
 
 
 @dataclass(frozen=True)
 class _Ask:
-    """What a call asks for: its grid, its rows, and the bucket that holds them or the reason why none does."""
+    """What a call asks for: its grid, its rows, and the replays that serve it or the reason why none does."""
 
     layout: Layout | None
     rows: int
-    bucket: Bucket | None
-    reason: str | None
+    plan: Plan
+
+    @classmethod
+    def refused(cls, layout: Layout | None, rows: int, reason: str) -> _Ask:
+        """A call that no replay serves."""
+        return cls(layout, rows, Plan((), reason))
+
+    @property
+    def reason(self) -> str | None:
+        return self.plan.reason
+
+    def because(self, reason: str | None) -> _Ask:
+        """The same call, not served as planned."""
+        return _Ask(self.layout, self.rows, Plan((), reason))
 
     @property
     def items(self) -> int:
@@ -84,18 +99,13 @@ class CompiledTower:
         self.body, self.kernel, self.options, self.stats = body, kernel, options, stats
         self._lowered = operators
         bound = body.bound
-        unit = bound.symbols.unit
-        self.ladder = (
-            Ladder.automatic(options.max_tokens, unit)
-            if options.token_budgets is None
-            else Ladder.from_budgets(options.token_budgets, unit)
-        )
+        self.planner = Planner(options, bound.symbols.unit)
         roles = [node.meta["role"] for node in bound.placeholders]
         self._state_positions = [i for i, role in enumerate(roles) if role == Role.STATE]
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._state_of = _getter(self._state_positions)
         self._layouts = LayoutCache(body, kernel)
-        self._asks: dict[tuple[Layout | None, int], _Ask] = {}
+        self._parts = Parts(body, self._layouts)
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._states: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._state_numbers = itertools.count()
@@ -112,110 +122,132 @@ class CompiledTower:
     def __call__(self, *args: Any) -> list[Any]:
         """Serve one call with the arguments of the Dynamo graph; results as the graph returns them."""
         ask = self._ask(args)
-        if ask.bucket is not None:
-            results, ask = self._replay(args, ask)
-            if results is not None:
-                return results
-        self._record(ask, None)
-        if self.options.strict and ask.reason != "invalid_grid":
-            raise Refused(ask.reason or "unknown", self._explain(ask))
-        return self._operators(args) if ask.reason in _BY_OPERATORS else self._uncaptured(args, ask)
+        results = None
+        if ask.plan.parts:
+            results, ask = self._planned(args, ask)
+        self._record(ask)
+        if ask.reason is None:
+            assert results is not None  # a call without a reason was replayed
+            return results
+        if self.options.strict and ask.reason not in _NO_REFUSAL:
+            raise Refused(ask.reason, self._explain(ask))
+        if results is not None:  # some of its parts ran uncaptured
+            return results
+        return self._operators(args) if ask.reason in _BY_OPERATORS else self._uncaptured(args, ask.layout, ask.rows)
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
         rows = args[bound.pixels].shape[bound.pixel_axis]
         for position, number in bound.numbers:
             if args[position] != number:
-                return _Ask(None, rows, None, "other_number")
+                return _Ask.refused(None, rows, "other_number")
         if self._extra:
             allowed = rows % bound.symbols.unit == 0 and self.body.allows(rows // bound.symbols.unit)
-            return _Ask(None, rows, None, "caller_metadata" if allowed else "outside_compiled_sizes")
-        layout = None if bound.grid is None else tuple(map(tuple, args[bound.grid].tolist()))
-        ask = self._asks.get((layout, rows))
-        if ask is None:
-            ask = self._asks[layout, rows] = self._new_ask(layout, rows)
-            if len(self._asks) > _MAX_ASKS:
-                self._asks.clear()
-        return ask
+            return _Ask.refused(None, rows, "caller_metadata" if allowed else "outside_compiled_sizes")
+        layout: Layout | None = None
+        if bound.grid is not None:
+            layout = tuple(map(tuple, args[bound.grid].tolist()))
+            if not _is_valid(layout, rows, bound.symbols.unit):
+                return _Ask.refused(layout, rows, "invalid_grid")
+        elif rows % bound.symbols.unit or rows == 0:
+            return _Ask.refused(layout, rows, "invalid_grid")
+        return _Ask(layout, rows, self._plan(layout, rows))
 
-    def _new_ask(self, layout: Layout | None, rows: int) -> _Ask:
-        bound = self.body.bound
-        valid = rows > 0 and rows % bound.symbols.unit == 0
-        if not (valid if layout is None else _is_valid(layout, rows, bound.symbols.unit)):
-            return _Ask(layout, rows, None, "invalid_grid")
-        reason = self._misfit(layout, rows)
-        bucket = None if reason else self.ladder.fit(rows)
-        if not self.body.allows(bucket.tokens if bucket else rows // bound.symbols.unit):
+    def _plan(self, layout: Layout | None, rows: int) -> Plan:
+        reason = self._misfit()
+        with self._lock:
+            plan = Plan((), reason) if reason else self.planner.plan(layout, rows)
+        sizes = [part.bucket.tokens for part in plan.parts] or [rows // self.body.bound.symbols.unit]
+        if not all(map(self.body.allows, sizes)):
             self.stats.refusals["outside_compiled_sizes"] = self.body.assumptions()
-            return _Ask(layout, rows, None, "outside_compiled_sizes")
-        return _Ask(layout, rows, bucket, reason or (None if bucket else "over_largest_budget"))
+            return Plan((), "outside_compiled_sizes")
+        return plan
 
-    def _misfit(self, layout: Layout | None, rows: int) -> str | None:
-        options = self.options
+    def _misfit(self) -> str | None:
         if self.body.refusal is not None:
             return self.body.refusal.reason
-        if options.capture == "never":
+        if self.options.capture == "never":
             return "capture_never"
         if self.kernel is not None and not self.kernel.capturable and self._device_type() == "cuda":
             return "attention_not_capturable"
-        if rows // self.body.bound.symbols.unit < options.min_tokens:
-            return "under_min_tokens"
-        if options.max_items is not None and layout is not None and len(layout) > options.max_items:
-            return "over_max_items"
         return None
 
     def _device_type(self) -> str:
         return self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device.type
 
-    def _replay(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
-        bucket = ask.bucket
-        assert bucket is not None  # the caller asks for a replay only with a bucket
+    def _planned(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
+        """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
         with self._lock, self._on_stream(args):
-            try:
-                values = self._layouts.get(args, ask.layout, ask.rows, bucket)
-            except Misfit as misfit:
-                return None, _Ask(ask.layout, ask.rows, None, misfit.reason)
-            except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
-                log.info("metadata of %s: %s", ask.layout, error)
-                return None, _Ask(ask.layout, ask.rows, None, "invalid_grid")
-            if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
-                return None, _Ask(ask.layout, ask.rows, None, "over_max_frames")
-            key = (bucket, tuple(values.bounds.items()), self._state(args))
-            if key in self._refused:
-                return None, _Ask(ask.layout, ask.rows, None, self._refused[key])
-            capture = self._captures.get(key)
-            if capture is None:
-                return self._first_use(key, args, ask, values)
-            self._captures.move_to_end(key)
-            capture.write(args, values, ask.rows)
-            capture.replay(args)
-            results = self._take(capture, args, ask)
-        self._record(ask, bucket)
-        return results, ask
+            if len(ask.plan.parts) > 1:
+                return self._in_parts(args, ask)
+            results, reason = self._replay(args, ask.plan.parts[0])
+            return results, ask if reason is None else ask.because(reason)
 
-    def _take(self, capture: Capture, args: Sequence[Any], ask: _Ask) -> list[Any]:
-        results = self._take_rows(capture, ask.rows)
+    def _in_parts(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
+        assert ask.layout is not None  # only items and frames are cut apart
+        try:
+            joined = self._parts.joined(args, ask.layout, ask.rows, ask.plan)
+        except Misfit as misfit:
+            self.stats.refusals[misfit.reason] = str(misfit)
+            self.planner.keep_whole(ask.layout)
+            ask = _Ask(ask.layout, ask.rows, self._plan(ask.layout, ask.rows))
+            return self._planned(args, ask) if ask.plan.parts else (None, ask)
+        except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
+            log.info("metadata of %s: %s", ask.layout, error)
+            return None, ask.because("invalid_grid")
+        refused = None
+        for part in ask.plan.parts:
+            own = self._parts.cut(args, part)
+            results, reason = self._replay(own, part, borrow=True)
+            refused = refused or reason
+            joined.add(part, self._uncaptured(own, part.layout, part.rows) if results is None else results)
+        if self.planner.lacks(ask.rows):
+            self.planner.learn_uncaptured(ask.layout, ask.rows, self._uncaptured_s(args, ask.layout, ask.rows))
+        return joined.results, ask if refused is None else ask.because(refused)
+
+    def _replay(self, args: Sequence[Any], part: Part, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
+        """One replay. With `borrow` the results are views of the static outputs."""
+        try:
+            values = self._layouts.get(args, part.layout, part.rows, part.bucket)
+        except Misfit as misfit:
+            return None, misfit.reason
+        except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
+            log.info("metadata of %s: %s", part.layout, error)
+            return None, "invalid_grid"
+        if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
+            return None, "over_max_frames"
+        key = (part.bucket, tuple(values.bounds.items()), self._state(args))
+        if key in self._refused:
+            return None, self._refused[key]
+        capture = self._captures.get(key)
+        if capture is None:
+            return self._first_use(key, args, part, values, borrow)
+        self._captures.move_to_end(key)
+        capture.write(args, values, part.rows)
+        capture.replay(args)
+        return self._take(capture, args, part, borrow), None
+
+    def _take(self, capture: Capture, args: Sequence[Any], part: Part, borrow: bool = False) -> list[Any]:
+        borrow = borrow or self.options.outputs == "borrow"
+        results = list(capture.real_rows(part.rows)) if borrow else capture.copy_out(part.rows)
         for number, (kind, index) in enumerate(self.body.program.outputs):
             if kind == "metadata":  # as the unpadded grid gives it
-                results[number] = self._layouts.get(args, ask.layout, ask.rows, None).tensors[index].clone()
+                results[number] = self._layouts.get(args, part.layout, part.rows, None).tensors[index].clone()
         return results
 
-    def _take_rows(self, capture: Capture, rows: int) -> list[Any]:
-        return list(capture.real_rows(rows)) if self.options.outputs == "borrow" else capture.copy_out(rows)
-
-    def _uncaptured(self, args: Sequence[Any], ask: _Ask) -> list[Any]:
+    def _uncaptured(self, args: Sequence[Any], layout: Layout | None, rows: int) -> list[Any]:
         """The compiled pieces on the exact rows."""
         bound = self.body.bound
         try:
             with self._lock:
-                values = self._layouts.get(args, ask.layout, ask.rows, None, keep=not self._extra)
+                values = self._layouts.get(args, layout, rows, None, keep=not self._extra)
         except Exception as error:  # eager's own error comes from the operators
-            log.info("metadata of %s: %s", ask.layout, error)
+            log.info("metadata of %s: %s", layout, error)
             return self._operators(args)
         arguments = list(args)
         arguments[bound.pixels] = args[bound.pixels].contiguous()
         with torch.no_grad():
-            n = ask.rows // bound.symbols.unit
+            n = rows // bound.symbols.unit
             return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
@@ -225,22 +257,22 @@ class CompiledTower:
 
     # --- captures ---------------------------------------------------------------------------------------------------
 
-    def _first_use(self, key: Any, args: Sequence[Any], ask: _Ask, values: LayoutValues) -> tuple[list[Any] | None, _Ask]:
+    def _first_use(
+        self, key: Any, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool
+    ) -> tuple[list[Any] | None, str | None]:
         """Capture a bucket, check it against the unpadded run, and serve the call from it."""
-        bucket = ask.bucket
-        assert bucket is not None  # see _replay
         start = time.perf_counter()
-        exact = self._uncaptured(args, ask) if self.options.self_check else []
+        exact = self._uncaptured(args, part.layout, part.rows) if self.options.self_check else []
         try:
-            capture = Capture(self.body, self.kernel, bucket, args, values, self._arena)
-            capture.write(args, values, ask.rows)
+            capture = Capture(self.body, self.kernel, part.bucket, args, values, self._arena)
+            capture.write(args, values, part.rows)
             if self.options.self_check:
-                capture.fill_tail(ask.rows, float("nan"))
+                capture.fill_tail(part.rows, float("nan"))
             capture.record(args, self._graph_pool())
             capture.replay(args)
-            results = self._take(capture, args, ask)
+            results = self._take(capture, args, part, borrow)
             trouble = self._check(capture, results, exact) if self.options.self_check else None
-            capture.fill_tail(ask.rows, 0.0)
+            capture.fill_tail(part.rows, 0.0)
         except VitcgError:
             raise
         except Exception as error:  # a failed capture must cost the caller nothing but time
@@ -248,10 +280,41 @@ class CompiledTower:
             self._pool = None  # of no use after a capture that broke off in it (`_torch.end_failed_capture`)
         self._arena.owner = None
         if trouble is not None:
-            return self._refuse(key, ask, *trouble)
+            return None, self._refuse(key, *trouble)
         self._keep(key, capture, time.perf_counter() - start)
-        self._record(ask, bucket)
-        return results, ask  # not `exact`: a bucket answers the same call with the same bits each time
+        if self.planner.measures and not self.planner.costs.knows(part.bucket.tokens):
+            results = self._measure(capture, args, part, values, borrow)
+        return results, None  # not `exact`: a bucket answers the same call with the same bits each time
+
+    def _measure(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
+        """Times of a bucket, once; the results of the last of its replays."""
+        bucket = self.stats.buckets[part.bucket.tokens]
+
+        def serve() -> list[Any]:
+            capture.write(args, values, part.rows)
+            capture.replay(args)
+            return self._take(capture, args, part, borrow)
+
+        def copy() -> None:
+            capture.write(args, values, part.rows)
+            capture.copy_out(part.rows)
+
+        bucket.uncaptured_s = self._uncaptured_s(args, part.layout, part.rows)
+        bucket.replay_s = self._time(serve)
+        bucket.copy_s = self._time(copy)
+        self.planner.learn(part, bucket.replay_s, bucket.uncaptured_s)
+        return serve()
+
+    def _uncaptured_s(self, args: Sequence[Any], layout: Layout | None, rows: int) -> float:
+        """Seconds of the uncaptured pieces; infinite where they fail, out of memory say, and so are no alternative."""
+        try:
+            return self._time(lambda: self._uncaptured(args, layout, rows))
+        except Exception as error:
+            log.info("the uncaptured pieces were not measured at %d rows: %s", rows, error)
+            return math.inf
+
+    def _time(self, run: Callable[[], Any]) -> float:
+        return costs.seconds(run, self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device)
 
     def _check(self, capture: Capture, results: list[Any], exact: list[Any]) -> tuple[str, str] | None:
         for number, (result, expected) in enumerate(zip(results, exact, strict=True)):
@@ -261,11 +324,11 @@ class CompiledTower:
                     return "self_check", f"result {number} of bucket {capture.bucket.tokens}: {text}"
         return None
 
-    def _refuse(self, key: Any, ask: _Ask, reason: str, text: str) -> tuple[None, _Ask]:
+    def _refuse(self, key: Any, reason: str, text: str) -> str:
         self._refused[key] = reason
         self.stats.refusals[f"{reason} at {key[0].tokens} tokens"] = text
         warnings.warn(f"vitcg does not use its bucket of {key[0].tokens} tokens [{reason}]: {text}", stacklevel=2)
-        return None, _Ask(ask.layout, ask.rows, None, reason)
+        return reason
 
     def _keep(self, key: Any, capture: Capture, seconds: float) -> None:
         bucket = self.stats.buckets.setdefault(key[0].tokens, BucketStats())
@@ -274,15 +337,20 @@ class CompiledTower:
         bucket.captures += 1
         bucket.capture_s += seconds
         bucket.static_bytes = capture.static_bytes
+        bucket.pool_bytes += capture.pool_bytes
         self.stats.captures += 1
         self.stats.recaptures += again
         limit = self.options.memory_limit_mib
         while len(self._captures) > 1 and (len(self._captures) > _MAX_CAPTURES or self._over(limit)):
             self._captures.popitem(last=False)
             self.stats.evictions += 1
+        self._captures_changed()
+
+    def _captures_changed(self) -> None:
+        self.planner.use({key[0].tokens for key in self._captures})
 
     def _over(self, limit_mib: int | None) -> bool:
-        return limit_mib is not None and sum(c.static_bytes for c in self._captures.values()) > limit_mib << 20
+        return limit_mib is not None and sum(c.static_bytes + c.pool_bytes for c in self._captures.values()) > limit_mib << 20
 
     def _graph_pool(self) -> Any:
         if self._pool is None and self._device_type() == "cuda":
@@ -309,6 +377,7 @@ class CompiledTower:
             for kept in (self._captures, self._refused):
                 for key in [key for key in kept if key[2] == number]:
                     del kept[key]
+        self._captures_changed()
 
     def _weak_owners(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
         return [weakref.ref(args[i]) for i in self._state_positions[:8]]
@@ -325,8 +394,39 @@ class CompiledTower:
             self._captures.clear()
             self._refused.clear()
             self._layouts.clear()
+            self._parts.clear()
             self._arena.clear()
             self._pool = self._last_use = None
+            self._captures_changed()
+
+    @contextlib.contextmanager
+    def warming(self) -> Iterator[None]:
+        """Calls inside may capture although ``capture="warmup"`` is set."""
+        with self._lock:
+            self.planner.warm(True)
+            try:
+                yield
+            finally:
+                self.planner.warm(False)
+
+    @property
+    def budgets_captured(self) -> frozenset[int]:
+        """Budgets that have a capture."""
+        return frozenset(key[0].tokens for key in self._captures)
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes of the static buffers, which the captures share, and of their graph pool."""
+        return self._arena.bytes + sum(capture.own_bytes for capture in self._captures.values())
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether `memory_limit_mib` leaves room for a bucket of `tokens`, judged by the size of the latest capture."""
+        limit = self.options.memory_limit_mib
+        if limit is None or not self._captures:
+            return True
+        latest = next(reversed(self._captures.values()))
+        held = sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
+        return held + latest.static_bytes * tokens / latest.bucket.tokens <= limit << 20
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether the latest call used any tensor of these ids."""
@@ -341,18 +441,19 @@ class CompiledTower:
             raise RuntimeError("the capture used last is not a CUDA graph: this tower runs on a CPU")
         return capture.graph.replay
 
-    def _record(self, ask: _Ask, bucket: Bucket | None) -> None:
-        unit = self.body.bound.symbols.unit
-        padded = 0.0 if bucket is None else 1.0 - ask.rows / bucket.patches
-        tokens = None if bucket is None else bucket.tokens
-        reason = None if bucket is not None else ask.reason
-        self.stats.record(CallRecord(bucket is not None, reason, ask.items, ask.rows, ask.rows // unit, tokens, padded))
+    def _record(self, ask: _Ask) -> None:
+        unit, tokens = self.body.bound.symbols.unit, ask.plan.bucket_tokens
+        padded = 0.0 if tokens is None else 1.0 - ask.rows / (tokens * unit)
+        replays = tuple((part.bucket.tokens, part.rows // unit) for part in ask.plan.parts)
+        hit = ask.reason is None
+        self.stats.record(CallRecord(hit, ask.reason, ask.items, ask.rows, ask.rows // unit, tokens, padded, replays))
         self.stats.layouts = len(self._layouts)
 
     def _explain(self, ask: _Ask) -> str:
         if self.body.refusal is not None:
             return self.body.refusal.detail
-        return f"a call of {ask.rows} patches in {ask.items} items; budgets in tokens: {list(self.ladder.budgets)}"
+        budgets = list(self.planner.ladder.budgets)
+        return f"a call of {ask.rows} patches in {ask.items} items; budgets in tokens: {budgets}"
 
 
 class _InOrder:
@@ -383,6 +484,7 @@ class _NoStream:
 
 _NO_STREAM = _NoStream()
 _BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number"}
+_NO_REFUSAL = {"invalid_grid", "uncaptured_is_faster"}  # under `strict`: eager's own error, and a choice for speed
 
 
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -22,7 +22,7 @@ TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 def compiled_tower(name: str, *, dtype: torch.dtype = torch.bfloat16, inner: str = "eager", **options):
     tower = testing.tiny_tower(name, dtype=dtype, device="cuda")
-    return tower, torch.compile(tower, backend="vitcg", options={"inner": inner, **options})
+    return tower, torch.compile(tower, backend="vitcg", options={"inner": inner, "min_tokens": 1, **options})
 
 
 def check(compiled, tower, layout, seed: int = 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backend import stats
+from ..plot import draw_traffic
 from .errors import UserError
 from .photos import bundled_photographs, load_photographs, make_clip
 from .processing import PROCESSORS, Packed, Preprocessor, concatenate
@@ -38,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, metavar="N", help=f"layers (default: {CPU_DEPTH} on a CPU, all on CUDA)")
     parser.add_argument("--max-pixels", type=int, metavar="N", help="photographs are scaled down to this many pixels")
     parser.add_argument("--inner", default="inductor", help="how pieces are compiled: inductor (default) or eager")
+    parser.add_argument(
+        "--buckets", action="store_true", help="also print a table of the buckets: replays, padding, times, bytes"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the traffic against the buckets (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the totals to FILE")
 
 
@@ -59,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
         print(_table_line(_cells(rows[-1])), flush=True)
     totals = _totals(comparison, rows)
     print(_totals_text(totals))
+    if args.buckets:
+        print(stats(comparison.compiled).table())
+    if args.png:
+        draw_traffic(stats(comparison.compiled), args.png)
     if args.json:
         settings = {"model": args.model, "device": str(device), "dtype": str(dtype), "torch": torch.__version__}
         report = {"settings": settings, "rows": [asdict(row) for row in rows], "totals": totals}
@@ -103,8 +114,11 @@ def _settings(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, int 
     max_pixels = args.max_pixels if args.max_pixels is not None else MAX_PIXELS[device]
     if max_pixels < 64 * 64:
         raise UserError(f"--max-pixels: {max_pixels} is less than the 4096 that a picture needs")
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json: no such folder: {args.json.absolute().parent}")
+    for name, path in (("--json", args.json), ("--png", args.png)):
+        if path and not path.absolute().parent.is_dir():
+            raise UserError(f"{name}: no such folder: {path.absolute().parent}")
+    if args.png and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--png: drawing needs matplotlib: pip install 'vitcg-backend[bench]'")
     return torch.device(device), getattr(torch, dtype), depth, max_pixels
 
 
@@ -118,7 +132,8 @@ def _compare(model: str, device: torch.device, dtype: torch.dtype, depth: int | 
     from .compare import Comparison
 
     tower = published_tower(model, depth=depth, dtype=dtype, device=device, seed=0)
-    return Comparison(tower, {"inner": inner})
+    # Without a GPU there is nothing to gain from a bucket but its trial: there they serve whatever a clock says.
+    return Comparison(tower, {"inner": inner, "min_tokens": 1 if device.type == "cpu" else "auto"})
 
 
 def _headline(args: argparse.Namespace, comparison: Comparison) -> str:
@@ -169,8 +184,6 @@ def _grid_text(grid: list[list[int]]) -> str:
 
 def _totals(comparison: Comparison, rows: Sequence[Row]) -> dict[str, Any]:
     """What the sequence came to. Calls that were repeated for timing are in `calls_with_timing` only."""
-    from vitcg_backend import stats
-
     counted = stats(comparison.compiled)
     hits = [row for row in rows if row.hit]
     reasons: dict[str, int] = {}

@@ -1,0 +1,105 @@
+"""Warm-up: what is captured before the first call, in which order, and what `capture="warmup"` leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+from common import IMAGE, MIXED, TWO_IMAGES, VIDEO, assert_same, compile_tower, stats, tiny_tower
+
+import vitcg_backend
+from vitcg_backend import OptionError
+from vitcg_backend.bucketing import num_tokens
+from vitcg_backend.warming import picture
+
+
+def test_the_whole_ladder_largest_first() -> None:
+    """Without arguments every budget is captured, the largest first, and one line a step says so."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, token_budgets=[8, 64, 16])
+    lines: list[str] = []
+    warmed = vitcg_backend.warmup(compiled, progress=lines.append)
+    assert warmed.captured == (16, 64, 8)  # the call of 16 tokens compiled the graph
+    assert set(stats(tower).buckets) == {8, 16, 64}
+    assert warmed.bytes > 0
+    assert warmed.seconds > 0
+    assert [line.split(":")[0] for line in lines] == ["warm-up 1/3", "warm-up 2/3", "warm-up 3/3"]
+    captures = stats(tower).captures
+    assert_same(compiled, tower, IMAGE)
+    assert stats(tower).captures == captures
+
+
+def test_calls_that_were_not_warmed_up_run_uncaptured() -> None:
+    """Under ``capture="warmup"`` nothing is captured on a call's time; calls use the buckets that there are."""
+    tower = tiny_tower("qwen3_vl")
+    compiled = compile_tower(tower, capture="warmup", token_budgets=[16, 32, 64])
+    assert_same(compiled, tower, IMAGE)
+    assert (stats(tower).captures, stats(tower).last.reason) == (0, "not_warmed_up")
+    warmed = vitcg_backend.warmup(compiled, grids=[VIDEO])
+    assert warmed.captured == (32,)
+    for layout, bucket in ((IMAGE, 32), (VIDEO, 32), (((1, 16, 16),), None), (TWO_IMAGES, 32)):
+        assert_same(compiled, tower, layout)
+        assert stats(tower).last.bucket_tokens == bucket
+    assert stats(tower).captures == 1
+    assert stats(tower).last.hit
+
+
+def test_only_reachable_buckets_are_captured() -> None:
+    """The calls that are expected decide: one capture each, and no other budget of the automatic ladder."""
+    tower = tiny_tower("qwen2_5_vl")
+    compiled = compile_tower(tower)
+    warmed = vitcg_backend.warmup(compiled, grids=[MIXED, IMAGE[0]])
+    assert len(stats(tower).buckets) == stats(tower).captures == 2
+    assert set(warmed.captured) <= set(stats(tower).buckets)
+    for layout in (MIXED, IMAGE):
+        assert_same(compiled, tower, layout)
+    assert stats(tower).captures == 2
+
+
+def test_largest_first() -> None:
+    """Nothing is captured before the largest where no call was needed to compile."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, capture="warmup", token_budgets=[8, 64, 16])
+    assert vitcg_backend.warmup(compiled, sizes=[16, 8, 64]).captured == (64, 16, 8)
+
+
+def test_the_memory_limit_is_kept() -> None:
+    """Under a cap the warm-up leaves the small ones out and evicts nothing."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, memory_limit_mib=5, capture="warmup", token_budgets=[400, 500, 600, 700, 800])
+    warmed = vitcg_backend.warmup(compiled)
+    assert warmed.captured == (800, 700, 400)  # 2.0, 1.75 and 1.0 MiB
+    assert set(warmed.skipped) == {600, 500}
+    assert set(warmed.skipped.values()) == {"memory_limit_mib is reached"}
+    assert stats(tower).evictions == 0
+    assert "800" not in str(warmed)
+    assert "tokens: memory_limit_mib is reached" in str(warmed)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 64, 97, 392, 1009, 1568, 4352])
+def test_a_picture_of_any_size(tokens: int) -> None:
+    """Exactly the tokens asked for, and no strip."""
+    layout = picture(tokens, 2)
+    assert num_tokens(layout, 2) == tokens
+    _, high, wide = layout[0]
+    assert wide <= 4 * high or tokens < 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"grids": [VIDEO], "sizes": [4]}, "warmup: give grids or sizes, not both"),
+        ({"sizes": [0]}, "warmup: size 0: expected output tokens, a whole number of at least 1"),
+        ({"grids": [[(1, 3, 4)]]}, r"expected \(frames, height, width\) in patches .* multiples of 2"),
+        ({"grids": [[(1, 4)]]}, r"expected \(frames, height, width\) in patches"),
+    ],
+)
+def test_mistakes(arguments: dict, text: str) -> None:
+    """The message says what is expected."""
+    compiled = compile_tower(tiny_tower("qwen2_vl"))
+    with pytest.raises(OptionError, match=text):
+        vitcg_backend.warmup(compiled, **arguments)
+
+
+def test_a_tower_that_is_not_compiled() -> None:
+    """A plain tower is refused rather than run for nothing."""
+    with pytest.raises(OptionError, match="this tower is not compiled with backend='vitcg'"):
+        vitcg_backend.warmup(tiny_tower("qwen2_vl"))

@@ -1,0 +1,184 @@
+"""A call in parts: whether its grid may be cut there, the arguments of a part, and the results put together.
+
+Cutting is right where each part is independent of the others: every attention segment and every gather lies inside one
+part, and the prologue of the part's own grid is what the prologue of the whole grid has for those rows. Both are looked at
+on the values of each layout, never assumed for a family: attention over a whole clip keeps it in one part. That the rows
+between two such borders depend on nothing else is what `prove_padding` has shown for padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bucketing import Layout
+from .layouts import LayoutCache, Misfit
+from .passes import CompiledBody
+from .passes.graph import Role, token_axes
+from .planning import Part, Plan
+
+__all__ = ["Joined", "Parts"]
+
+
+_MAX_CHECKED = 1024
+
+
+class Parts:
+    """The cuts of one tower's calls; each plan is checked once.
+
+    Args:
+        body: the compiled graph.
+        layouts: where metadata is kept.
+    """
+
+    def __init__(self, body: CompiledBody, layouts: LayoutCache) -> None:
+        self.body, self.layouts = body, layouts
+        self._checked: dict[Layout, Plan] = {}
+        sizes = [(i, node.meta["val"]) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.SIZE]
+        self._sizes = [(position, body.bound.symbols.linear(size)) for position, size in sizes]
+
+    def clear(self) -> None:
+        """Check every plan again."""
+        self._checked.clear()
+
+    def cut(self, args: Sequence[Any], part: Part) -> list[Any]:
+        """The arguments of a part: its pixel rows (a view where they lie together), its own grid, and their sizes."""
+        bound = self.body.bound
+        pixels, grid = args[bound.pixels], args[bound.grid]  # type: ignore[index]  # only a call with a grid is cut
+        rows = [pixels.narrow(bound.pixel_axis, start, count) for start, count in part.ranges]
+        arguments = list(args)
+        arguments[bound.pixels] = rows[0] if len(rows) == 1 else torch.cat(rows, bound.pixel_axis)
+        arguments[bound.grid] = torch.tensor(part.layout, dtype=grid.dtype, device=grid.device)  # type: ignore[index]
+        for position, form in self._sizes:  # those that do not follow the tokens are the number of items
+            tokens = part.rows // bound.symbols.unit
+            arguments[position] = len(part.layout or ()) if form is None else form[0] * tokens + form[1]
+        return arguments
+
+    def joined(self, args: Sequence[Any], layout: Layout, rows: int, plan: Plan) -> Joined:
+        """Where the results of the parts go, once the parts have been found independent of one another.
+
+        Raises:
+            Misfit: they are not; the reason is ``parts_depend``.
+            Exception: what the tower's own metadata functions raise for a bad grid.
+        """
+        whole = self.layouts.get(args, layout, rows, None).tensors
+        if self._checked.get(layout) is not plan:
+            self._check(args, whole, plan)
+            if len(self._checked) >= _MAX_CHECKED:
+                self._checked.clear()
+            self._checked[layout] = plan
+        return Joined(self.body, args, rows, whole)
+
+    def _check(self, args: Sequence[Any], whole: Sequence[Tensor], plan: Plan) -> None:
+        for index, (kind, _) in enumerate(self.body.program.outputs):
+            if kind == "slot" and not _is_by_rows(self.body, self.body.program.output_values[index]):
+                raise Misfit("parts_depend", f"result {index} is not one row after another")
+        borders = {index: whole[index].tolist() for index in self.layouts.segment_indices}
+        for part in plan.parts:
+            own = self.layouts.get(self.cut(args, part), part.layout, part.rows, None).tensors
+            _check_segments(self.layouts, borders, own, part)
+            _check_metadata(self.body, self.layouts, whole, own, part)
+
+
+def _check_segments(layouts: LayoutCache, whole: dict[int, list[int]], own: Sequence[Tensor], part: Part) -> None:
+    for index in layouts.segment_indices:
+        borders, place = own[index].tolist(), 0
+        for start, count in part.ranges:
+            ends = _within(whole[index], start, count)
+            if ends != _within(borders, place, count) or ends[:1] != [0] or ends[-1:] != [count]:
+                raise Misfit("parts_depend", f"segments {index} cross row {start} or {start + count}")
+            place += count
+
+
+def _check_metadata(
+    body: CompiledBody, layouts: LayoutCache, whole: Sequence[Tensor], own: Sequence[Tensor], part: Part
+) -> None:
+    """Rows of the whole grid's metadata are those of the part's own; gathers count from the part's first row and stay in it."""
+    symbols = body.bound.symbols
+    sources = {index: source for index, _, source in body.gathers}
+    for index, node in enumerate(body.hoisted.metadata):
+        if index in layouts.segment_indices or not body.program.reads(index):
+            continue
+        axes = token_axes(node.meta["val"], symbols)
+        form = symbols.linear(node.meta["val"].shape[axes[0]]) if len(axes) == 1 else None
+        expected = whole[index]
+        if form is not None and form[1] == 0:
+            pieces, place = [], 0
+            for start, count in part.ranges:
+                first, step = form[0] * start // symbols.unit, form[0] * count // symbols.unit
+                piece = expected.narrow(axes[0], first, step)
+                if index in sources:
+                    piece = piece - sources[index] * (start - place) // symbols.unit
+                    low, high = (sources[index] * row // symbols.unit for row in (place, place + count))
+                    if not bool(((piece >= low) & (piece < high)).all()):
+                        raise Misfit("parts_depend", f"metadata {node.name} moves rows across row {start} or {start + count}")
+                pieces.append(piece)
+                place += count
+            expected = torch.cat(pieces, axes[0])
+        if not torch.equal(expected, own[index]):
+            raise Misfit("parts_depend", f"metadata {node.name} of a part depends on the rest of the call")
+
+
+def _within(cu_seqlens: Sequence[int], start: int, count: int) -> list[int]:
+    """Borders from row `start` to row ``start + count``, counted from there."""
+    return [row - start for row in cu_seqlens if start <= row <= start + count]
+
+
+def _is_by_rows(body: CompiledBody, value: Any) -> bool:
+    """Whether a result has one token axis with a whole number of rows for each token, or none that it could be cut at."""
+    symbols = body.bound.symbols
+    axes = token_axes(value, symbols)
+    form = symbols.linear(value.shape[axes[0]]) if len(axes) == 1 else None
+    return not axes or (form is not None and form[0] > 0 and form[1] == 0)
+
+
+class Joined:
+    """The results of a call, filled part by part.
+
+    Args:
+        body: the compiled graph.
+        args: the arguments of the call.
+        rows: its rows.
+        metadata: the prologue's values for the whole grid: results that are metadata are copies of these.
+    """
+
+    def __init__(self, body: CompiledBody, args: Sequence[Any], rows: int, metadata: Sequence[Tensor]) -> None:
+        self.body = body
+        self.tokens = rows // body.bound.symbols.unit
+        self.results: list[Any] = []
+        for kind, what in body.program.outputs:
+            known = {"argument": lambda w: args[w], "metadata": lambda w: metadata[w].clone(), "constant": lambda w: w}
+            self.results.append(None if kind == "slot" else known[kind](what))
+
+    def add(self, part: Part, results: Sequence[Any]) -> None:
+        """Copy the rows of a part to their place."""
+        symbols = self.body.bound.symbols
+        targets, sources = [], []
+        for index, (kind, _) in enumerate(self.body.program.outputs):
+            if kind != "slot":
+                continue
+            result, fake = results[index], self.body.program.output_values[index]
+            axes = token_axes(fake, symbols)
+            if self.results[index] is None:
+                self.results[index] = self._empty(fake, result) if axes else result.clone()
+            if not axes:
+                continue
+            each = symbols.linear(fake.shape[axes[0]])[0]  # type: ignore[index]  # `Parts` has seen that it is linear
+            place = 0
+            for start, count in part.ranges:
+                first, tokens = start // symbols.unit * each, count // symbols.unit * each
+                targets.append(self.results[index].narrow(axes[0], first, tokens))
+                sources.append(result.narrow(axes[0], place, tokens))
+                place += tokens
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def _empty(self, fake: Any, like: Tensor) -> Tensor:
+        """An uninitialised result of the whole call, with eager's strides."""
+        symbols = self.body.bound.symbols
+        forms = [[symbols.linear(x) for x in sizes] for sizes in (fake.shape, fake.stride())]
+        shape, stride = ([f[0] * self.tokens + f[1] for f in sizes if f is not None] for sizes in forms)
+        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)

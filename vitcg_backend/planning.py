@@ -1,0 +1,308 @@
+"""The plan of a call: which replays serve it, or the reason why none does. Pure Python, made once per layout and kept.
+
+::
+
+    grid ─▶ units: items, and runs of frames of an item that exceeds a limit
+         ─▶ groups of units, each within every limit (packing.py), at the least cost (costs.py)
+         ─▶ one replay of everything | several replays | uncaptured, where that is known to be faster
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from .bucketing import Bucket, Ladder, Layout
+from .budgets import tightened
+from .costs import MARGIN, Costs
+from .options import Options
+from .packing import UNBOUNDED, Capacities, Group, pack
+
+__all__ = ["Part", "Plan", "Planner"]
+
+_MAX_PLANS = 1024
+_MAX_SIZES = 4096
+_REFIT_AFTER = 64  # calls until budgets are first fitted to the traffic; then twice as many, up to _REFIT_EVERY
+_REFIT_EVERY = 4096
+WORTH = 0.1  # share of a call's cost that several replays have to save in place of one, at once
+REPEATED = 8  # calls of one layout from which on they only have to save something
+_WANTED = 4  # calls that a captured bucket serves until a better fitting one is captured
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one replay serves.
+
+    Attributes:
+        layout: its grid, None for a tower without one.
+        rows: its rows (patches).
+        bucket: the bucket that is replayed.
+        ranges: (first row, rows) in the call, in the order of `layout`.
+    """
+
+    layout: Layout | None
+    rows: int
+    bucket: Bucket
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The replays of a call in order, or none and the reason."""
+
+    parts: tuple[Part, ...]
+    reason: str | None = None
+
+    @property
+    def bucket_tokens(self) -> int | None:
+        """Output tokens that all its replays compute, None without one."""
+        return sum(part.bucket.tokens for part in self.parts) if self.parts else None
+
+
+@dataclass
+class Planner:
+    """Makes the plans of one tower.
+
+    Attributes:
+        options: the user's options.
+        unit: patches per output token.
+        costs: what has been measured.
+        captured: budgets that have a capture.
+        warming: captures are allowed although ``capture="warmup"`` is set.
+    """
+
+    options: Options
+    unit: int
+    costs: Costs = field(default_factory=Costs)
+    captured: set[int] = field(default_factory=set)
+    warming: bool = False
+    ladder: Ladder = field(init=False)
+    _plans: dict[object, Plan] = field(default_factory=dict)
+    _capacities: dict[tuple[int, ...], Capacities] = field(default_factory=dict)
+    _repeats: dict[Layout, int] = field(default_factory=dict)
+    _whole: set[Layout] = field(default_factory=set)
+    _sizes: Counter[int] = field(default_factory=Counter)
+    _wanted: Counter[int] = field(default_factory=Counter)
+    _settled: bool = True
+    _calls: int = 0
+    _refit_at: int = _REFIT_AFTER
+
+    def __post_init__(self) -> None:
+        budgets = self.options.token_budgets
+        self._observes = budgets == "observed"
+        automatic = budgets is None or isinstance(budgets, str)
+        self.ladder = self._automatic = (
+            Ladder.automatic(self.options.max_tokens, self.unit) if automatic else Ladder.from_budgets(budgets, self.unit)  # type: ignore[arg-type]  # the two other forms are above
+        )
+
+    @property
+    def measures(self) -> bool:
+        """Whether the faster of replay and uncaptured pieces is to be found out."""
+        return self.options.min_tokens == "auto"
+
+    def plan(self, layout: Layout | None, rows: int) -> Plan:
+        """The plan of a call of whole tokens."""
+        if self._observes:
+            self._observe(rows // self.unit)
+        key = rows if layout is None else layout
+        if layout is not None and len(layout) > 1:
+            self._count(layout)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._make(layout, rows)
+            if self._settled:
+                if len(self._plans) >= _MAX_PLANS:
+                    self._plans.pop(next(iter(self._plans)))
+                self._plans[key] = plan
+        return plan
+
+    def learn(self, part: Part, replay_s: float, uncaptured_s: float) -> None:
+        """The seconds of a part's first use, replayed and uncaptured."""
+        self.costs.learn_replay(part.bucket.tokens, part.layout, replay_s)
+        self.learn_uncaptured(part.layout, part.rows, uncaptured_s)
+
+    def learn_uncaptured(self, layout: Layout | None, rows: int, uncaptured_s: float) -> None:
+        """The seconds of an uncaptured run."""
+        bucket = self.ladder.fit(rows)
+        if bucket is not None:
+            self.costs.learn_uncaptured(bucket.tokens, rows // self.unit, layout, uncaptured_s)
+        self._forget()
+
+    def lacks(self, rows: int) -> bool:
+        """Whether the uncaptured time of such a call is wanted and unknown."""
+        bucket = self.ladder.fit(rows)
+        return self.measures and bucket is not None and not self.costs.knows_uncaptured(bucket.tokens)
+
+    def warm(self, warming: bool) -> None:
+        """Whether captures are allowed although ``capture="warmup"`` is set."""
+        self.warming = warming
+        self._forget()
+
+    def use(self, captured: set[int]) -> None:
+        """These budgets have a capture now."""
+        if captured != self.captured:
+            self.captured = captured
+            self._forget()
+
+    def keep_whole(self, layout: Layout) -> None:
+        """Never cut this layout again: its items are not independent."""
+        if len(self._whole) >= _MAX_PLANS:
+            self._whole.clear()
+        self._whole.add(layout)
+        self._forget()
+
+    def _count(self, layout: Layout) -> None:
+        """Count the calls of several items by layout."""
+        if len(self._repeats) >= _MAX_PLANS and layout not in self._repeats:
+            self._repeats.pop(next(iter(self._repeats)))
+        self._repeats[layout] = self._repeats.get(layout, 0) + 1
+        if self._repeats[layout] == REPEATED:
+            self._plans.pop(layout, None)
+
+    # --- a plan -----------------------------------------------------------------------------------------------------
+
+    def _make(self, layout: Layout | None, rows: int) -> Plan:
+        tokens, options = rows // self.unit, self.options
+        if not isinstance(options.min_tokens, str) and tokens < options.min_tokens:
+            return Plan((), "under_min_tokens")
+        budgets = self._budgets(tokens)
+        if not budgets:
+            return Plan((), "not_warmed_up")
+        capacities = self._capacities_of(tuple(budgets))
+        plan = self._whole_plan(layout, rows, capacities) if layout is None or layout in self._whole else None
+        return self._faster(plan or self._packed(layout or (), rows, capacities), tokens, capacities)
+
+    def _capacities_of(self, budgets: tuple[int, ...]) -> Capacities:
+        """Limits and costs of these budgets, kept until a cost changes."""
+        if budgets not in self._capacities:
+            limits = (self.options.max_items or UNBOUNDED, self.options.max_frames or UNBOUNDED)
+            self._capacities[budgets] = Capacities(budgets, self.costs.table(budgets), self.costs.rate, *limits)
+        return self._capacities[budgets]
+
+    def _forget(self) -> None:
+        """Plans are made anew: what they were made from has changed."""
+        self._plans.clear()
+        self._capacities.clear()
+
+    def _whole_plan(self, layout: Layout | None, rows: int, capacities: Capacities) -> Plan:
+        tokens = rows // self.unit
+        if tokens > capacities.budgets[-1]:
+            return Plan((), "over_largest_budget")
+        if layout is not None and len(layout) > capacities.max_items:
+            return Plan((), "over_max_items")
+        bucket = Bucket(capacities.budgets[capacities.rung(tokens)], self.unit)
+        return Plan((Part(layout, rows, bucket, ((0, rows),)),))
+
+    def _packed(self, layout: Layout, rows: int, capacities: Capacities) -> Plan:
+        units = self._units(layout, capacities)
+        if len(units) == 1:
+            return self._whole_plan(layout, rows, capacities)
+        patches = [t * h * w for t, h, w in units]
+        groups = self._groups(layout, [p // self.unit for p in patches], [t for t, _, _ in units], capacities)
+        if groups is None:  # a single frame exceeds a limit
+            return Plan((), "over_largest_budget")
+        if len(groups) == 1:
+            bucket = Bucket(groups[0][1], self.unit)
+            return Plan((Part(layout, rows, bucket, ((0, rows),)),))
+        starts = list(accumulate(patches, initial=0))
+        return Plan(tuple(self._part(group, units, starts) for group in groups))
+
+    def _groups(
+        self, layout: Layout, tokens: Sequence[int], frames: Sequence[int], capacities: Capacities
+    ) -> list[Group] | None:
+        """The cheapest groups. Where one replay would do, several have to save much, or to be captured and of a layout that
+        comes again: each part's metadata is computed for itself, once for a layout.
+        """
+        groups = pack(tokens, frames, capacities)
+        total = sum(tokens)
+        if groups is None or len(groups) == 1:
+            return groups
+        if total > capacities.budgets[-1] or len(tokens) > capacities.max_items or sum(frames) > capacities.max_frames:
+            return groups
+        if _cost(groups, capacities) < (1 - WORTH) * capacities.cost(total):
+            return groups
+        whole = capacities.budgets[capacities.rung(total)]
+        one = [(list(range(len(tokens))), whole)]
+        if self._repeats.get(layout, 0) < REPEATED:
+            return one
+        known = [(b, c) for b, c in zip(capacities.budgets, capacities.costs, strict=True) if b in self.captured or b == whole]
+        budgets, costs = zip(*known, strict=True)
+        groups = pack(tokens, frames, replace(capacities, budgets=budgets, costs=costs))
+        return groups if groups and _cost(groups, capacities) < (1 - MARGIN) * capacities.cost(total) else one
+
+    def _units(self, layout: Layout, capacities: Capacities) -> Layout:
+        """The items; one that exceeds a limit by itself as runs of its frames."""
+        units: list[tuple[int, int, int]] = []
+        for t, h, w in layout:
+            most = min(capacities.budgets[-1] * self.unit // (h * w), capacities.max_frames)
+            if t <= most or most == 0 or h * w % self.unit:
+                units.append((t, h, w))
+            else:
+                units += [(min(most, t - first), h, w) for first in range(0, t, most)]
+        return tuple(units)
+
+    def _part(self, group: Group, units: Layout, starts: Sequence[int]) -> Part:
+        indices, budget = group
+        ranges: list[Range] = []
+        for index in indices:
+            start, rows = starts[index], starts[index + 1] - starts[index]
+            if ranges and sum(ranges[-1]) == start:
+                ranges[-1] = (ranges[-1][0], ranges[-1][1] + rows)
+            else:
+                ranges.append((start, rows))
+        layout = tuple(units[index] for index in indices)
+        return Part(layout, sum(rows for _, rows in ranges), Bucket(budget, self.unit), tuple(ranges))
+
+    def _faster(self, plan: Plan, tokens: int, capacities: Capacities) -> Plan:
+        """The plan, or none where the uncaptured pieces are known to be faster."""
+        bucket = self.ladder.fit(tokens * self.unit)
+        if not self.measures or not plan.parts or bucket is None:
+            return plan
+        if any(not self.costs.knows(part.bucket.tokens) for part in plan.parts):
+            return plan  # its first use will tell
+        uncaptured = self.costs.uncaptured(bucket.tokens, tokens)
+        if uncaptured is None:
+            return plan
+        replays = sum(capacities.costs[capacities.budgets.index(part.bucket.tokens)] for part in plan.parts)
+        return Plan((), "uncaptured_is_faster") if uncaptured < replays * (1 - MARGIN) else plan
+
+    # --- which budgets ----------------------------------------------------------------------------------------------
+
+    def _budgets(self, tokens: int) -> Sequence[int]:
+        """Budgets that may serve a call now. A plan with others than those to come is not settled, so not kept."""
+        captured = self.captured
+        self._settled = True
+        if self.options.capture == "warmup" and not self.warming:
+            return sorted(captured)
+        if self.ladder is self._automatic:
+            return self.ladder.budgets
+        target = self.ladder.fit(tokens * self.unit)
+        if target is None or target.tokens in captured or max(captured, default=0) < tokens:
+            return self.ladder.budgets
+        self._wanted[target.tokens] += 1
+        if self._wanted[target.tokens] <= _WANTED:
+            self._settled = False
+            return sorted(captured)
+        del self._wanted[target.tokens]
+        return self.ladder.budgets
+
+    def _observe(self, tokens: int) -> None:
+        self._sizes[tokens] += 1
+        self._calls += 1
+        if self._calls < self._refit_at:
+            return
+        self._refit_at = self._calls + min(self._calls, _REFIT_EVERY)
+        ladder = tightened(self._automatic, self._sizes)
+        if ladder != self.ladder:
+            self.ladder = ladder
+            self._wanted.clear()
+            self._forget()
+        self._sizes = Counter({size: count // 2 for size, count in self._sizes.most_common(_MAX_SIZES) if count > 1})
+
+
+def _cost(groups: Sequence[Group], capacities: Capacities) -> float:
+    return sum(capacities.cost(budget) for _, budget in groups)
