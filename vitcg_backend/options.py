@@ -40,7 +40,7 @@ class Options:
             call.
         inner: ``inductor`` compiles the pieces, ``eager`` runs their operations one by one.
         self_check: at the first use of a bucket compare it with the unpadded run, with NaN in the padded rows.
-        strict: a refusal raises `Refused` instead of taking a slower path.
+        strict: a refusal raises `Refused` instead of taking a slower path; that the uncaptured pieces are faster is none.
         dump_dir: folder for the graphs before and after each pass.
     """
 
