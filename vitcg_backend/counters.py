@@ -43,6 +43,7 @@ class BucketStats:
         hits: replays.
         captures: captures, more than one when weights moved or a capacity grew.
         capture_s: seconds of all captures, self-checks included.
+        self_check_s: seconds of the self-checks among them: the unpadded run, one replay, the comparison.
         static_bytes: bytes of its static inputs and outputs.
         tokens: real output tokens served.
         padded_tokens: padded output tokens computed beside them.
@@ -51,6 +52,7 @@ class BucketStats:
     hits: int = 0
     captures: int = 0
     capture_s: float = 0.0
+    self_check_s: float = 0.0
     static_bytes: int = 0
     tokens: int = 0
     padded_tokens: int = 0

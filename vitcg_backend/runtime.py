@@ -28,14 +28,15 @@ from torch import Tensor
 from . import _torch
 from .attention import VarlenKernel
 from .bucketing import Bucket, Ladder, Layout
-from .capture import Arena, Capture, run_body
+from .capture import Arena, Capture, bytes_needed, run_body
 from .counters import BucketStats, CallRecord, Stats
 from .errors import Refused, VitcgError
-from .layouts import LayoutCache, LayoutValues, Misfit
+from .layouts import MAX_BYTES, LayoutCache, LayoutValues, Misfit
 from .options import Options
 from .passes import CompiledBody
 from .passes.graph import Role
-from .self_check import disagreement
+from .self_check import spoilt, trouble
+from .stream_order import StreamOrder
 
 __all__ = ["CompiledTower"]
 
@@ -93,7 +94,9 @@ class CompiledTower:
         self._state_positions = [i for i, role in enumerate(roles) if role == Role.STATE]
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._state_of = _getter(self._state_positions)
-        self._layouts = LayoutCache(body, kernel)
+        self._elsewhere = self._state_elsewhere()
+        limit = options.memory_limit_mib
+        self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._states: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._state_numbers = itertools.count()
@@ -101,9 +104,9 @@ class CompiledTower:
         self._refused: dict[Any, str] = {}
         self._arena = Arena()
         self._pool: Any = None
-        self._last_use: Any = None
+        self._order = StreamOrder()
         self._lock = threading.RLock()
-        self._owners = self._weak_owners(example_inputs)
+        self._owners: dict[int, list[weakref.ref[Tensor]]] = {-1: self._weak_owners(example_inputs)}
 
     # --- a call -----------------------------------------------------------------------------------------------------
 
@@ -125,9 +128,6 @@ class CompiledTower:
         for position, number in bound.numbers:
             if args[position] != number:
                 return _Ask(None, rows, None, "other_number")
-        if self._extra:
-            allowed = rows % bound.symbols.unit == 0 and self.body.allows(rows // bound.symbols.unit)
-            return _Ask(None, rows, None, "caller_metadata" if allowed else "outside_compiled_sizes")
         layout: Layout | None = None
         if bound.grid is not None:
             layout = tuple(tuple(row) for row in args[bound.grid].tolist())
@@ -135,8 +135,12 @@ class CompiledTower:
                 return _Ask(layout, rows, None, "invalid_grid")
         elif rows % bound.symbols.unit or rows == 0:
             return _Ask(layout, rows, None, "invalid_grid")
+        if self._extra:
+            return _Ask(layout, rows, None, "caller_metadata")
         reason = self._misfit(layout, rows)
         bucket = None if reason else self.ladder.fit(rows)
+        if bucket is not None and not self.body.may_be_padded(rows // bound.symbols.unit):
+            return _Ask(layout, rows, None, "outside_compiled_sizes")
         if not self.body.allows(bucket.tokens if bucket else rows // bound.symbols.unit):
             self.stats.refusals["outside_compiled_sizes"] = self.body.assumptions()
             return _Ask(layout, rows, None, "outside_compiled_sizes")
@@ -148,6 +152,8 @@ class CompiledTower:
             return self.body.refusal.reason
         if options.capture == "never":
             return "capture_never"
+        if self._elsewhere is not None:
+            return "state_elsewhere"
         if self.kernel is not None and not self.kernel.capturable and self._device_type() == "cuda":
             return "attention_not_capturable"
         if rows // self.body.bound.symbols.unit < options.min_tokens:
@@ -156,13 +162,24 @@ class CompiledTower:
             return "over_max_items"
         return None
 
+    def _device(self) -> torch.device:
+        return self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device
+
     def _device_type(self) -> str:
-        return self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device.type
+        return self._device().type
+
+    def _state_elsewhere(self) -> str | None:
+        """A parameter or buffer on another device than the pixels: a graph would keep the value that it had at the capture."""
+        placeholders = self.body.bound.placeholders
+        for node in (placeholders[i] for i in self._state_positions):
+            if node.meta["val"].device != self._device():
+                return f"{node.name} is on {node.meta['val'].device} and the pixels are on {self._device()}"
+        return None
 
     def _replay(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
         bucket = ask.bucket
         assert bucket is not None  # the caller asks for a replay only with a bucket
-        with self._lock, self._on_stream(args):
+        with self._lock, self._order.on(args[self.body.bound.pixels].device):
             try:
                 values = self._layouts.get(args, ask.layout, ask.rows, bucket)
             except Misfit as misfit:
@@ -179,9 +196,13 @@ class CompiledTower:
             if capture is None:
                 return self._first_use(key, args, ask, values)
             self._captures.move_to_end(key)
-            capture.write(args, values, ask.rows)
-            capture.replay(args)
-            results = self._take(capture, args, ask)
+            try:
+                capture.write(args, values, ask.rows)
+                capture.replay(args)
+                results = self._take(capture, args, ask)
+            except Exception as error:  # out of memory for the results, say
+                del self._captures[key]
+                return self._refuse(key, ask, "replay_failed", f"{type(error).__name__}: {error}")
         self._record(ask, bucket)
         return results, ask
 
@@ -196,8 +217,10 @@ class CompiledTower:
         return list(capture.real_rows(rows)) if self.options.outputs == "borrow" else capture.copy_out(rows)
 
     def _uncaptured(self, args: Sequence[Any], ask: _Ask) -> list[Any]:
-        """The compiled pieces on the exact rows."""
+        """The compiled pieces on the exact rows, where they are right for that many."""
         bound = self.body.bound
+        if not self.body.allows(ask.rows // bound.symbols.unit):
+            return self._operators(args)
         try:
             with self._lock:
                 values = self._layouts.get(args, ask.layout, ask.rows, None, keep=not self._extra)
@@ -206,9 +229,14 @@ class CompiledTower:
             return self._operators(args)
         arguments = list(args)
         arguments[bound.pixels] = args[bound.pixels].contiguous()
-        with torch.no_grad():
-            n = ask.rows // bound.symbols.unit
-            return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+        n = ask.rows // bound.symbols.unit
+        try:
+            with torch.no_grad():
+                return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+        except Exception as error:  # a compiled piece or a kernel fails where the operators may not
+            log.warning("vitcg runs a call of %d tokens by operators: %s: %s", n, type(error).__name__, error)
+            self.stats.refusals["pieces_failed"] = f"{type(error).__name__}: {error}"
+            return self._operators(args)
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""
@@ -221,36 +249,41 @@ class CompiledTower:
         """Capture a bucket, check it against the unpadded run, and serve the call from it."""
         bucket = ask.bucket
         assert bucket is not None  # see _replay
+        needed, limit = bytes_needed(self.body, bucket, args, values), self.options.memory_limit_mib
+        if limit is not None and needed > limit << 20:
+            text = f"it needs {needed / 2**20:.1f} MiB of static memory, memory_limit_mib is {limit}"
+            return self._refuse(key, ask, "over_memory_limit", text)
         start = time.perf_counter()
-        exact = self._uncaptured(args, ask) if self.options.self_check else []
         try:
             capture = Capture(self.body, self.kernel, bucket, args, values, self._arena)
             capture.write(args, values, ask.rows)
-            if self.options.self_check:
-                capture.fill_tail(ask.rows, float("nan"))
             capture.record(args, self._graph_pool())
-            capture.replay(args)
-            results = self._take(capture, args, ask)
-            trouble = self._check(capture, results, exact) if self.options.self_check else None
-            capture.fill_tail(ask.rows, 0.0)
+            results, check_s = self._first_results(capture, args, ask)
+        except _Disagrees as error:
+            return self._refuse(key, ask, "self_check", str(error))
         except VitcgError:
             raise
         except Exception as error:  # a failed capture must cost the caller nothing but time
-            trouble = ("capture_failed", f"{type(error).__name__}: {error}")
-        self._arena.owner = None
-        if trouble is not None:
-            return self._refuse(key, ask, *trouble)
-        self._keep(key, capture, time.perf_counter() - start)
+            self._arena.owner = None
+            return self._refuse(key, ask, "capture_failed", f"{type(error).__name__}: {error}")
+        self._keep(key, capture, time.perf_counter() - start, check_s)
         self._record(ask, bucket)
-        return results, ask  # not `exact`: a bucket answers the same call with the same bits each time
+        return results, ask  # not those of the unpadded run: a bucket answers the same call with the same bits each time
 
-    def _check(self, capture: Capture, results: list[Any], exact: list[Any]) -> tuple[str, str] | None:
-        for number, (result, expected) in enumerate(zip(results, exact, strict=True)):
-            if isinstance(result, Tensor):
-                text = disagreement(result, expected)
-                if text is not None:
-                    return "self_check", f"result {number} of bucket {capture.bucket.tokens}: {text}"
-        return None
+    def _first_results(self, capture: Capture, args: Sequence[Any], ask: _Ask) -> tuple[list[Any], float]:
+        """Results of the first replay, compared with the unpadded run, and the seconds that the comparison took."""
+        if not self.options.self_check:
+            capture.replay(args)
+            return self._take(capture, args, ask), 0.0
+        start = time.perf_counter()
+        exact = self._uncaptured(args, ask)
+        with spoilt(capture, ask.rows, self._pool):
+            capture.replay(args)
+            results = self._take(capture, args, ask)
+        text = trouble(capture, results, exact)
+        if text is not None:
+            raise _Disagrees(text)
+        return results, time.perf_counter() - start
 
     def _refuse(self, key: Any, ask: _Ask, reason: str, text: str) -> tuple[None, _Ask]:
         self._refused[key] = reason
@@ -258,12 +291,13 @@ class CompiledTower:
         warnings.warn(f"vitcg does not use its bucket of {key[0].tokens} tokens [{reason}]: {text}", stacklevel=2)
         return None, _Ask(ask.layout, ask.rows, None, reason)
 
-    def _keep(self, key: Any, capture: Capture, seconds: float) -> None:
+    def _keep(self, key: Any, capture: Capture, seconds: float, check_s: float) -> None:
         bucket = self.stats.buckets.setdefault(key[0].tokens, BucketStats())
         again = any(k[:2] == key[:2] for k in self._captures)
         self._captures[key] = capture
         bucket.captures += 1
         bucket.capture_s += seconds
+        bucket.self_check_s += check_s
         bucket.static_bytes = capture.static_bytes
         self.stats.captures += 1
         self.stats.recaptures += again
@@ -273,7 +307,9 @@ class CompiledTower:
             self.stats.evictions += 1
 
     def _over(self, limit_mib: int | None) -> bool:
-        return limit_mib is not None and sum(c.static_bytes for c in self._captures.values()) > limit_mib << 20
+        if limit_mib is None:
+            return False
+        return self._layouts.num_bytes + sum(c.static_bytes for c in self._captures.values()) > limit_mib << 20
 
     def _graph_pool(self) -> Any:
         if self._pool is None and self._device_type() == "cuda":
@@ -283,30 +319,32 @@ class CompiledTower:
     def _state(self, args: Sequence[Any]) -> int:
         """A number for "these parameters at these addresses"; a graph replays only for the number it was captured with."""
         addresses = list(map(_address, self._state_of(args)))
-        if addresses != self._last_state[0]:
+        if addresses != self._last_state[0] or self._moved_in(args):
             key = tuple(addresses)
             if key not in self._states:
                 self._states[key] = next(self._state_numbers)
                 self._forget_old_states()
             self._states.move_to_end(key)
             self._last_state = (addresses, self._states[key])
-            self._owners = self._weak_owners(args)
+            self._owners[self._states[key]] = self._weak_owners(args)
         return self._last_state[1]
+
+    def _moved_in(self, args: Sequence[Any]) -> bool:
+        """Whether another tower has come to lie at the addresses of the last one."""
+        owners = self._owners.get(self._last_state[1])
+        return bool(owners) and owners[0]() is not args[self._state_positions[0]]  # type: ignore[index]
 
     def _forget_old_states(self) -> None:
         """Weights that move at every step (reloads, say) must not leave their captures behind."""
         while len(self._states) > _MAX_STATES:
             number = self._states.popitem(last=False)[1]
+            self._owners.pop(number, None)
             for kept in (self._captures, self._refused):
                 for key in [key for key in kept if key[2] == number]:
                     del kept[key]
 
     def _weak_owners(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
         return [weakref.ref(args[i]) for i in self._state_positions[:8]]
-
-    def _on_stream(self, args: Sequence[Any]) -> Any:
-        device = args[self.body.bound.pixels].device
-        return _InOrder(self, device) if device.type == "cuda" else _NO_STREAM
 
     # --- housekeeping -----------------------------------------------------------------------------------------------
 
@@ -317,11 +355,13 @@ class CompiledTower:
             self._refused.clear()
             self._layouts.clear()
             self._arena.clear()
-            self._pool = self._last_use = None
+            self._pool = None
+            self._order.clear()
 
     def belongs_to(self, tensors: set[int]) -> bool:
-        """Whether the latest call used any tensor of these ids."""
-        return any(id(ref()) in tensors for ref in self._owners if ref() is not None)
+        """Whether one of the latest towers that used this graph owns any tensor of these ids."""
+        owners = [ref() for refs in list(self._owners.values()) for ref in refs]
+        return any(id(owner) in tensors for owner in owners if owner is not None)
 
     def replay_last(self) -> Callable[[], None]:
         """The capture used last, as a function that replays it and copies nothing."""
@@ -343,40 +383,24 @@ class CompiledTower:
     def _explain(self, ask: _Ask) -> str:
         if self.body.refusal is not None:
             return self.body.refusal.detail
+        tokens = ask.rows // self.body.bound.symbols.unit
+        if ask.reason == "under_min_tokens":
+            return f"the call has {tokens} output tokens, the option min_tokens is {self.options.min_tokens}"
+        if ask.reason == "capture_never":
+            return "the option capture='never' asks for uncaptured calls, strict=True for captured ones: leave one out"
+        if ask.reason == "state_elsewhere":
+            return self._elsewhere or ""
+        if ask.reason in ("outside_compiled_sizes", *{name.partition(" ")[0] for name in self.stats.refusals}):
+            texts = [text for name, text in self.stats.refusals.items() if name.partition(" ")[0] == ask.reason]
+            return texts[-1] if texts else self.body.assumptions()
         return f"a call of {ask.rows} patches in {ask.items} items; budgets in tokens: {list(self.ladder.budgets)}"
 
 
-class _InOrder:
-    """Static memory is used by one stream after another: each use waits for the one before."""
-
-    def __init__(self, tower: CompiledTower, device: torch.device) -> None:
-        self.tower, self.device = tower, device
-
-    def __enter__(self) -> None:
-        if self.tower._last_use is not None:
-            stream, event = self.tower._last_use
-            current = torch.cuda.current_stream(self.device)
-            if stream != current:
-                current.wait_event(event)
-
-    def __exit__(self, *_: Any) -> None:
-        current = torch.cuda.current_stream(self.device)
-        last = self.tower._last_use
-        event = last[1] if last is not None else torch.cuda.Event()
-        event.record(current)
-        self.tower._last_use = (current, event)
-
-
-class _NoStream:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: Any) -> None:
-        return None
-
-
-_NO_STREAM = _NoStream()
 _BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number"}
+
+
+class _Disagrees(Exception):
+    """The self-check's verdict."""
 
 
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
