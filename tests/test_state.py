@@ -1,4 +1,4 @@
-"""State: whatever changes about a tower or around a call, the very next call is eager's, and the counters say how it was served."""
+"""State: whatever changes about a tower or around a call, the next call is eager's, and the counters say how it was served."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def small(name: str = "qwen2_vl", **kwargs: Any) -> nn.Module:
 
 
 def differs(tower: nn.Module, before: list[Tensor]) -> bool:
-    return not torch.equal(before[0], testing.flatten(run(tower, IMAGE))[0])
+    return not all(torch.equal(a, b) for a, b in zip(before, testing.flatten(run(tower, IMAGE)), strict=True))
 
 
 def served(tower: nn.Module, before: vitcg_backend.Stats) -> str:
@@ -214,15 +214,18 @@ class Adapted(nn.Module):
         self.down, self.up = nn.ModuleDict(), nn.ModuleDict()
 
     def add(self, name: str, seed: int) -> None:
+        """A new adapter, not active."""
         chance = torch.Generator().manual_seed(seed)
         for where, outputs, inputs in ((self.down, 4, self.base.in_features), (self.up, self.base.out_features, 4)):
             where[name] = nn.Linear(inputs, outputs, bias=False, device=DEVICE)
             where[name].weight.data.copy_(torch.randn(outputs, inputs, generator=chance) * 0.2)
 
     def merge(self, sign: int) -> None:
+        """Add the active adapter to the base weight, or take it out again."""
         self.base.weight.add_(self.up[self.active].weight @ self.down[self.active].weight, alpha=sign * self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The base layer and the active adapter."""
         y = self.base(x)
         return y + self.up[self.active](self.down[self.active](x)) * self.scale if self.active else y
 
@@ -418,7 +421,7 @@ MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": co
 
 @pytest.mark.parametrize("order", list(itertools.permutations(MODES)))
 def test_b64_modes_in_any_order(order: tuple[str, ...]) -> None:
-    """Pixels made in one mode, called in another, with a backward pass where there are gradients: values, gradients, reasons."""
+    """Pixels made in one mode, called in another, a backward pass where there are gradients: values, gradients, reasons."""
     tower = small()
     twin = copy.deepcopy(tower)
     compiled = compile_tower(tower)
@@ -541,7 +544,7 @@ class TwoStorages(Tensor):
     """A weight of two tensors, as quantisation libraries write them: its own address means nothing."""
 
     @staticmethod
-    def __new__(cls, whole: Tensor, rest: Tensor) -> TwoStorages:
+    def __new__(cls, whole: Tensor, rest: Tensor) -> TwoStorages:  # noqa: D102
         return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
 
     def __init__(self, whole: Tensor, rest: Tensor) -> None:

@@ -91,7 +91,8 @@ class CompiledTower:
             else Ladder.from_budgets(options.token_budgets, unit)
         )
         roles = [node.meta["role"] for node in bound.placeholders]
-        self._state_positions = [i for i, role in enumerate(roles) if role == Role.STATE]
+        numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
+        self._state_positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._state_of = _getter(self._state_positions)
         self._elsewhere = self._state_elsewhere()
