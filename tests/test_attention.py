@@ -389,7 +389,7 @@ class TestOperator:
     def test_arguments_that_make_no_sense(self):
         """Tensors that do not belong together and cu_seqlens that are no indices are refused."""
         q, k, v = packed([8])
-        with pytest.raises(ValueError, match=r"cu_seqlens must be a flat int32 or int64 tensor, got torch.float32 \[2\]"):
+        with pytest.raises(TypeError, match=r"cu_seqlens must be a flat tensor of integers, got torch.float32 \[2\]"):
             VARLEN_ATTENTION(q, k, v, torch.tensor([0.0, 8.0]), None)
         with pytest.raises(ValueError, match="packed attention of 8 rows"):
             VARLEN_ATTENTION(q, k[:7], v, torch.tensor([0, 8]), None)

@@ -133,13 +133,27 @@ def test_dump_dir_shows_each_pass(tmp_path: Path) -> None:
     assert "vitcg.metadata" in (folder / next(n for n in names if "bind_tokens" in n)).read_text()
 
 
-def test_b58_a_dump_dir_that_cannot_be_written_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The path is a file: one warning, and the call is right."""
+def test_a_dump_dir_that_cannot_be_one_fails_when_given(tmp_path: Path) -> None:
+    """The path is a file: an error that says so, before anything is compiled."""
     path = tmp_path / "file"
     path.write_text("")
+    for wrong in (path, path / "inside"):
+        with pytest.raises(OptionError, match=r"dump_dir='.*file.*': cannot make this folder .*; give one that can be written"):
+            Options.parse({"dump_dir": str(wrong)})
+
+
+def test_b58_a_dump_that_cannot_be_written_only_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full: one warning, and the call is right."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
     tower = tiny_tower("qwen2_vl")
     with caplog.at_level(logging.WARNING, logger="vitcg_backend"):
-        assert_same(compile_tower(tower, dump_dir=str(path)), tower, IMAGE)
+        assert_same(compile_tower(tower, dump_dir=str(tmp_path)), tower, IMAGE)
     assert sum("cannot write its dump" in record.message for record in caplog.records) == 1
 
 

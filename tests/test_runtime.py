@@ -609,6 +609,112 @@ def test_strict_raises_with_the_reason() -> None:
         run(compiled, VIDEO)
 
 
+def test_strict_says_which_option_refused() -> None:
+    """`min_tokens` and `capture="never"` are named with what was seen."""
+    for options, text in (
+        ({"min_tokens": 8}, r"\[under_min_tokens\]: the call has 4 output tokens, the option min_tokens is 8"),
+        ({"capture": "never"}, r"\[capture_never\]: the option capture='never' asks for uncaptured calls"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Refused, match=text):
+            run(compile_tower(tiny_tower("qwen2_vl", depth=1), strict=True, **options), IMAGE)
+
+
+def test_a_bucket_over_the_memory_limit_by_itself_is_not_tried() -> None:
+    """One bucket alone is above the cap: no capture at all, one warning, a counted reason, and smaller buckets stay."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, memory_limit_mib=1, token_budgets=[8, 4000])
+    assert_same(compiled, tower, IMAGE)
+    with pytest.warns(UserWarning, match=r"\[over_memory_limit\]: it needs [0-9.]+ MiB .*, memory_limit_mib is 1"):
+        for _ in range(3):
+            assert_same(compiled, tower, ((1, 2, 2 * 60),))
+    assert_same(compiled, tower, IMAGE)
+    counted = stats(tower)
+    assert (counted.captures, counted.evictions, counted.hits) == (1, 0, 2)
+    assert counted.fallbacks == {"over_memory_limit": 3}
+
+
+def test_layouts_are_capped_by_their_bytes() -> None:
+    """Metadata that is kept for layouts never takes more than its part of the cap, and many grids leave it there."""
+    from vitcg_backend import backend, runtime
+
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, memory_limit_mib=1, self_check=False, token_budgets=[64, 256])
+    for number in range(40):
+        run(compiled, ((1, 2 * (2 + number % 10), 2 * (2 + number // 2)),))
+    owned = {id(p) for p in tower.parameters()}
+    parts = [p for p in backend._live if isinstance(p, runtime.CompiledTower) and p.belongs_to(owned)]
+    layouts = max((part._layouts for part in parts), key=len)
+    assert layouts.num_bytes == sum(v.num_bytes for v in layouts._values.values()) <= 1 << 18
+    assert 1 < len(layouts) < 60
+
+
+def test_a_piece_that_fails_gives_way_to_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled piece that raises in a capture and outside of it: eager's result, a reason, one attempt at the capture."""
+    from vitcg_backend import backend, runtime
+
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    owned = {id(p) for p in tower.parameters()}
+    (part,) = [p for p in backend._live if isinstance(p, runtime.CompiledTower) and p.belongs_to(owned)]
+    calls = []
+
+    def fail(arguments: object) -> None:
+        calls.append(1)
+        raise MemoryError("no memory for a piece")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"\[capture_failed\]: MemoryError: no memory"):
+        patch.setattr(part.body, "functions", [fail] * len(part.body.functions))
+        for _ in range(3):
+            assert_same(compiled, tower, VIDEO)
+    assert len(calls) == 5  # the run to compare with, one attempt at the capture, and the three calls themselves
+    assert_same(compiled, tower, IMAGE)
+    assert (stats(tower).hits, stats(tower).fallbacks) == (2, {"capture_failed": 3})
+    assert stats(tower).refusals["pieces_failed"] == "MemoryError: no memory for a piece"
+
+
+def test_b16_metadata_of_the_caller_is_eagers_or_eagers_error() -> None:
+    """cu_seqlens of any integer dtype serve; what eager rejects, or what belongs to other rows, raises as in eager."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    for dtype in (torch.int32, torch.int16, torch.int64):
+        assert_same(compiled, tower, IMAGE, cu_seqlens=tensor([0, 8, 16], dtype=dtype))
+    for values, dtype in (([0, 8], torch.int32), ([0, 8, 20], torch.int32), ([0, 8, 16], torch.float32)):
+        with torch.no_grad():
+            with pytest.raises(Exception) as eager:
+                tower(pixels, grid_thw=grid, cu_seqlens=tensor(values, dtype=dtype))
+            with pytest.raises(type(eager.value)):
+                compiled(pixels, grid_thw=grid, cu_seqlens=tensor(values, dtype=dtype))
+    positions = torch.zeros(16, 2, dtype=torch.int64, device=DEVICE)
+    assert_same(compiled, tower, IMAGE, position_ids=positions)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size of tensor"):
+        compiled(pixels, grid_thw=grid, position_ids=positions[:12])
+    assert set(stats(tower).fallbacks) == {"caller_metadata"}
+
+
+def test_segments_that_padding_moves_are_never_used() -> None:
+    """Windows that depend on all items, the dummy included, would cut real rows elsewhere: refused for each such layout."""
+    from vitcg_backend import layouts
+
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, token_budgets=[64])
+    assert_same(compiled, tower, IMAGE)
+    original = layouts.LayoutCache._prologue
+
+    def moved(self: layouts.LayoutCache, args: object, layout: object, tail: object, total: int) -> tuple[torch.Tensor, ...]:
+        tensors = list(original(self, args, layout, tail, total))
+        for index in self.segment_indices if tail else ():
+            tensors[index] = torch.cat([tensors[index][:1], tensors[index][1:2] // 2, tensors[index][1:]])
+        return tuple(tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts.LayoutCache, "_prologue", moved)
+        assert_same(compiled, tower, MIXED)
+    assert stats(tower).fallbacks == {"segments_differ": 1}
+
+
 def test_a_failing_self_check_refuses_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket whose result is wrong is refused once, with one warning; every result stays right."""
     from vitcg_backend import capture

@@ -19,13 +19,14 @@ from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensorMode",
     "RandomWatch",
     "ShapeEnv",
     "TraceRestart",
+    "UnwrittenIsNan",
     "ambient_state",
     "aot_trace",
     "capture_stream",
@@ -35,9 +36,13 @@ __all__ = [
     "current_trace",
     "end_failed_capture",
     "fresh_size",
+    "graphs_left",
+    "guard_on_hooks",
     "is_marked",
+    "is_traceable_wrapper_subclass",
     "mark_rows",
     "new_size",
+    "poison_pool",
     "raw_stream",
     "real_tensors",
     "release_workspaces",
@@ -62,6 +67,20 @@ class RandomWatch(TorchDispatchMode):
         """Look at the tags of an operator and run it."""
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+class UnwrittenIsNan(TorchDispatchMode):
+    """While it is on: memory that an operator asks for and has not written holds NaN (torch/utils/_python_dispatch.py)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and fill what it has only allocated."""
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _ALLOCATIONS and result.dtype.is_floating_point:
+            result.fill_(float("nan"))
+        return result
+
+
+_ALLOCATIONS = {getattr(torch.ops.aten, n) for n in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
 
 class TraceRestart(exc.RestartAnalysis):
@@ -113,6 +132,44 @@ def clear_dynamic_marks(tensor: Tensor) -> None:
     if tensor.__dict__.pop("_vitcg_marked", False):
         for name in [name for name in tensor.__dict__ if name.startswith(("_dynamo_", "_has_dynamo_"))]:
             delattr(tensor, name)
+
+
+def guard_on_hooks() -> None:
+    """Inside a compile: a hook that is added later to a module of the traced frame makes Dynamo trace it again.
+
+    Dynamo notes each dict of hooks that it found empty, and then checks none of them unless
+    ``config.skip_nnmodule_hook_guards`` is off for the whole process (torch/_dynamo/guards.py, the same in 2.11 and 2.13,
+    `GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT`). Here this compile alone gets the guard that it would have installed. Hooks
+    with keyword arguments are in the plain dicts, too, and hooks of the backward pass matter where there is one.
+    """
+    from torch._dynamo.guards import GuardBuilder
+
+    names = ["_forward_hooks", "_forward_pre_hooks"]
+    if torch.is_grad_enabled():
+        names += ["_backward_hooks", "_backward_pre_hooks"]
+    context = torch._guards.TracingContext.try_get()
+    if context is None:  # called by hand, not by Dynamo
+        return
+    guards = context.guards_context.dynamo_guards
+    for guard in list(guards):
+        source = guard.originating_source
+        if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT" and getattr(source, "member", None) in names:
+            guards.add(source.make_guard(GuardBuilder.SEQUENCE_LENGTH), collect_debug_stack=False)
+
+
+def graphs_left() -> tuple[int, int]:
+    """Inside a compile: how many more graphs Dynamo will make for the code that it traces, and its limit.
+
+    Source: `_debug_get_cache_entry_list` (torch/_dynamo/eval_frame.py) and `config.recompile_limit`.
+    """
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    limit = int(torch._dynamo.config.recompile_limit)
+    trace = current_trace()
+    if trace is None:
+        return limit, limit
+    root = getattr(trace.output, "root_tx", None) or trace
+    return limit - len(_debug_get_cache_entry_list(root.f_code)) - 1, limit
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
@@ -264,6 +321,20 @@ def unowned(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False):
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return view.set_(weak, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def poison_pool(pool: Any, device: torch.device) -> None:
+    """Fill all memory of a graph pool with bytes that are NaN in every floating-point dtype, in stream order.
+
+    Between two replays nothing in it is alive. Source: the segments of `torch.cuda.memory_snapshot`, each with its pool
+    (torch/cuda/memory.py).
+    """
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment["segment_pool_id"]) != tuple(pool) or segment["device"] != device.index:
+            continue
+        size = segment["total_size"]
+        storage = torch._C._construct_storage_from_data_pointer(segment["address"], device, size)
+        torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,)).fill_(255)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
+from .passes.outer_no_grad import outer_no_grad
 from .runtime import CompiledTower
 
 __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
@@ -58,15 +59,21 @@ def vitcg(
     parsed = Options.parse(options, mode)
     lowering.install()
     lowering.clear_marks()
+    _torch.guard_on_hooks()
     counters = Stats(graphs=1)
     dump = Dump(parsed.dump_dir)
+    _note_recompiles(counters)
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    special = next((t for t in tensors if _torch.is_traceable_wrapper_subclass(t)), None)
+    if special is not None:  # a tensor of several storages, such as a quantised weight, has no one address to watch
+        return _ordinary(gm, example_inputs, parsed, counters, "tensor_subclass", f"an input is a {type(special).__name__}")
+    quiet = outer_no_grad(gm)
+    if quiet is gm and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _ordinary(gm, example_inputs, parsed, counters, "gradients", "gradients are wanted")
     compiled = _cache.compiled
     try:
         with torch.inference_mode(False):
-            body = compile_body(_copy(gm), example_inputs, options=parsed, cache=_cache, dump=dump)
+            body = compile_body(_copy(quiet), example_inputs, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:
@@ -83,6 +90,16 @@ def vitcg(
     give_tokens(operators)
     tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, operators, example_inputs)
     return _served_by(tower)
+
+
+def _note_recompiles(counters: Stats) -> None:
+    """Calls beyond Dynamo's limit of graphs reach no backend and no counter: say so while there is somebody to say it."""
+    left, limit = _torch.graphs_left()
+    if left <= 0:
+        counters.refusals["recompile_limit"] = (
+            f"this is the last of {limit} graphs that Dynamo makes for one function: further kinds of calls run in eager mode "
+            "and are not counted here. Raise torch._dynamo.config.recompile_limit, or call the tower in fewer ways."
+        )
 
 
 def _served_by(callee: CompiledTower | _Ordinary) -> Callable[..., Any]:
@@ -157,10 +174,15 @@ def _ordinary(
 def stats(tower: torch.nn.Module | None = None) -> Stats:
     """Counters of a tower (compiled or not, the same parameters count), or of everything with ``tower=None``.
 
-    A snapshot: take it again after more calls.
+    A snapshot: take it again after more calls. Towers of one class that share a graph share its counters.
+
+    Raises:
+        TypeError: `tower` is no module.
     """
     parts = list(_live)
     if tower is not None:
+        if not isinstance(tower, torch.nn.Module):
+            raise TypeError(f"stats() takes a tower, compiled or not, or nothing; got {type(tower).__name__} {tower!r:.60}.")
         owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
         parts = [part for part in parts if part.belongs_to(owned)]
     return combine([part.stats for part in parts])

@@ -9,6 +9,7 @@ Note [Lifetime of the static memory]
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from .attention import SegmentBounds, VarlenKernel
 from .bucketing import Bucket
 from .layouts import LayoutValues
 from .passes import CompiledBody
+from .passes.graph import token_axes
 from .passes.program import AttentionStep
 
-__all__ = ["Arena", "Capture", "run_body"]
+__all__ = ["Arena", "Capture", "bytes_needed", "run_body"]
 
 _serial = itertools.count()
 _one_capture = threading.Lock()  # the capture stream of a device is shared
@@ -196,6 +198,10 @@ class Capture:
                         return _Output(axis, form[0])
         return _Output(None, 0)
 
+    def token_axis(self, result: int) -> int | None:
+        """The token axis of a result of the graph, None for one without."""
+        return self._outputs[result].axis
+
     @property
     def static_bytes(self) -> int:
         """Bytes of the static inputs that this size uses (shared with other sizes) and of its outputs."""
@@ -232,12 +238,23 @@ class Capture:
         if self.pixels.dtype.is_floating_point and rows < self.bucket.patches:
             self.pixels.narrow(axis, rows, self.bucket.patches - rows).fill_(value)
 
+    def turn_tails(self, rows: int) -> None:
+        """Put the padded rows of each metadata tensor in reverse order: still valid, and not what the layout says."""
+        bound = self.body.bound
+        for index in self.copied:
+            for axis in token_axes(self.body.hoisted.metadata[index].meta["val"], bound.symbols):
+                tensor = self.tensors[index]
+                real = tensor.shape[axis] * rows // self.bucket.patches
+                tail = tensor.narrow(axis, real, tensor.shape[axis] - real)
+                tail.copy_(tail.flip(axis))
+
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The body on the static inputs and a call's parameters, uncaptured."""
         static = list(args)
         static[self.body.bound.pixels] = self.pixels
         n = self.bucket.tokens
-        return run_body(self.body, self.kernel, static, n, self.tensors, self.segments, self.bounds)
+        with torch.no_grad():  # the graph of a function that is itself under `no_grad` is called in grad mode
+            return run_body(self.body, self.kernel, static, n, self.tensors, self.segments, self.bounds)
 
     def record(self, args: Sequence[Any], pool: Any) -> None:
         """Warm up on a side stream, then capture into `pool`; nothing on a CPU, where `replay` calls the pieces.
@@ -307,6 +324,19 @@ class Capture:
         if pairs:
             torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
         return results
+
+
+def bytes_needed(body: CompiledBody, bucket: Bucket, args: Sequence[Any], values: LayoutValues) -> int:
+    """Bytes of the static inputs and outputs of a bucket, before it is captured: a bound from below of what it takes."""
+    pixels = args[body.bound.pixels]
+    total = pixels.numel() // pixels.shape[body.bound.pixel_axis] * bucket.patches * pixels.element_size()
+    total += sum(t.numel() * t.element_size() for t in values.segments.values())
+    total += sum(t.numel() * t.element_size() for i, t in enumerate(values.tensors) if body.program.reads(i))
+    for fake in body.program.output_values:
+        if isinstance(fake, Tensor):
+            sizes = [_size(body.bound.symbols, size, bucket.tokens) for size in fake.shape if body.bound.symbols.linear(size)]
+            total += math.prod(sizes) * fake.element_size()
+    return total
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:

@@ -48,6 +48,7 @@ class BucketStats:
         packs: those of them that served a part of a call.
         captures: captures, more than one when weights moved or a capacity grew.
         capture_s: seconds of all captures, self-checks included.
+        self_check_s: seconds of the self-checks among them: the unpadded run, one replay, the comparison.
         static_bytes: bytes of its static inputs and outputs.
         pool_bytes: device memory that its captures took from the driver, graph pool included.
         replay_s: seconds of a replay with its copies, as measured at the first use; 0 where nothing was measured.
@@ -61,6 +62,7 @@ class BucketStats:
     packs: int = 0
     captures: int = 0
     capture_s: float = 0.0
+    self_check_s: float = 0.0
     static_bytes: int = 0
     pool_bytes: int = 0
     replay_s: float = 0.0

@@ -22,10 +22,12 @@ from .bucketing import Bucket, Layout, capacity_tier, tail_grid
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 
-__all__ = ["LayoutCache", "LayoutValues", "Misfit"]
+__all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit"]
 
 _LONGEST_TIERS = (64, 256, 1024, 8192)
 _MAX_LAYOUTS = 512
+MAX_BYTES = 256 << 20
+"""Cap of the metadata kept for layouts: a call of 16384 tokens has a few MiB of it."""
 
 
 class Misfit(Exception):
@@ -47,6 +49,7 @@ class LayoutValues:
         num_segments: most segments among them that belong to the call, the padded tail left out.
         ready: event recorded after they were computed (CUDA).
         stream: stream they were computed on.
+        boundaries: metadata index of a cu_seqlens -> its values, for the unpadded layout alone.
         serial: a number no other values have.
     """
 
@@ -56,7 +59,13 @@ class LayoutValues:
     num_segments: int
     ready: Any = None
     stream: Any = None
+    boundaries: dict[int, list[int]] = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(t.numel() * t.element_size() for t in (*self.tensors, *self.segments.values()))
 
     def wait(self) -> None:
         """Make the current stream see these values, and keep their memory until it is done with them."""
@@ -70,16 +79,21 @@ class LayoutValues:
 
 
 class LayoutCache:
-    """Layout and bucket -> `LayoutValues`, at most 512, the least recently used dropped.
+    """Layout and bucket -> `LayoutValues`, at most 512 and `max_bytes`, the least recently used dropped.
 
     Args:
         body: the compiled graph.
         kernel: its attention, None for a graph without attention.
+        max_bytes: cap of the tensors; the latest values are kept in any case.
+
+    Attributes:
+        num_bytes: of what is kept.
     """
 
-    def __init__(self, body: CompiledBody, kernel: VarlenKernel | None) -> None:
+    def __init__(self, body: CompiledBody, kernel: VarlenKernel | None, max_bytes: int = MAX_BYTES) -> None:
         self.body = body
         self.kernel = kernel
+        self.max_bytes, self.num_bytes = max_bytes, 0
         self.segment_indices = sorted({s.segments for s in body.program.steps if hasattr(s, "segments")})
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
 
@@ -89,6 +103,7 @@ class LayoutCache:
     def clear(self) -> None:
         """Forget every layout."""
         self._values.clear()
+        self.num_bytes = 0
 
     def get(
         self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, *, keep: bool = True
@@ -113,8 +128,9 @@ class LayoutCache:
         if values is None:
             values = self._compute(args, layout, rows, bucket)
             self._values[key] = values
-            if len(self._values) > _MAX_LAYOUTS:
-                self._values.popitem(last=False)
+            self.num_bytes += values.num_bytes
+            while len(self._values) > 1 and (len(self._values) > _MAX_LAYOUTS or self.num_bytes > self.max_bytes):
+                self.num_bytes -= self._values.popitem(last=False)[1].num_bytes
         else:
             self._values.move_to_end(key)
         values.wait()
@@ -126,14 +142,15 @@ class LayoutCache:
         tail = tail_grid(total - rows, math.isqrt(unit)) if layout is not None and total > rows else ()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._prologue(args, layout, tail, total)
-            lists = {i: tensors[i].tolist() for i in self.segment_indices}
-            for index, cu in lists.items():
-                if cu[:1] != [0] or cu[-1] != total:
-                    raise Misfit("segments", f"segments {index} do not cover the {total} rows")
+            self._check_shapes(args, tensors, total // unit)
+            lists = {i: self._boundaries(i, tensors[i], total) for i in self.segment_indices}
             if total > rows:
-                self._check_closed(tensors, lists, rows, total)
-                self._check_equal(tensors, self.get(args, layout, rows, None).tensors, rows)
+                exact = self.get(args, layout, rows, None)
+                self._check_closed(tensors, lists, exact.boundaries, rows)
+                self._check_equal(tensors, exact.tensors, rows)
             values = self._with_segments(tensors, lists, rows, total, bucket)
+        if total == rows:
+            values.boundaries = lists
         device = args[self.body.bound.pixels].device
         if device.type == "cuda":
             values.stream = torch.cuda.current_stream(device)
@@ -156,11 +173,30 @@ class LayoutCache:
             inputs.append(value)
         return tuple(self.body.hoisted.prologue(*inputs))
 
-    def _check_closed(self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, total: int) -> None:
+    def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
+        """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""
+        given = [(node, args[i]) for i, node in enumerate(self.body.bound.placeholders) if node.meta["role"] == Role.EXTRA]
+        for node, tensor in (*zip(self.body.hoisted.metadata, tensors, strict=True), *given):
+            for size, traced in zip(tensor.shape, node.meta["val"].shape, strict=True):
+                form = self.body.bound.symbols.linear(traced)
+                if form is not None and size != form[0] * n + form[1]:
+                    raise Misfit("metadata_shape", f"{node.name} is {tuple(tensor.shape)} in a call of {n} tokens")
+
+    def _boundaries(self, index: int, cu_seqlens: Tensor, total: int) -> list[int]:
+        """The values of a cu_seqlens that eager's attention takes: whole rows, no segment empty."""
+        cu: list[int] = cu_seqlens.tolist()
+        whole = not cu_seqlens.dtype.is_floating_point and cu[:1] == [0] and cu[-1] == total
+        if not whole or any(a >= b for a, b in itertools.pairwise(cu)):
+            raise Misfit("segments", f"segments {index} do not cut the {total} rows into parts of at least one")
+        return cu
+
+    def _check_closed(
+        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], exact: dict[int, list[int]], rows: int
+    ) -> None:
         unit = self.body.bound.symbols.unit
         for index, cu in lists.items():
-            if rows not in cu or cu[-1] != total:
-                raise Misfit("segment_crosses_padding", f"segments {index} do not end at row {rows} and {total}")
+            if cu[: len(exact[index])] != exact[index]:
+                raise Misfit("segments_differ", f"segments {index} of {rows} real rows depend on the padding")
         for index, index_rows, source_rows in self.body.gathers:
             order, real, limit = tensors[index], rows // unit * index_rows, rows // unit * source_rows
             closed = (order[:real] < limit).all() & (order[:real] >= 0).all() & (order[real:] >= limit).all()

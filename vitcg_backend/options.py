@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .bucketing import Ladder
@@ -111,7 +112,15 @@ def _flag(name: str, value: Any) -> bool:
 def _folder(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, (str, os.PathLike)):
         raise OptionError(f"{name}={value!r}: expected the path of a folder, or None.")
-    return None if value is None else os.fspath(value)
+    if value is None:
+        return None
+    try:
+        Path(value).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"{name}={os.fspath(value)!r}: cannot make this folder ({error}); give one that can be written."
+        ) from None
+    return os.fspath(value)
 
 
 def _one_of(*allowed: str) -> Any:

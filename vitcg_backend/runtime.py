@@ -12,41 +12,39 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import threading
 import time
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import _torch, costs
 from .attention import VarlenKernel
 from .bucketing import Layout
-from .capture import Arena, Capture, run_body
+from .capture import Arena, Capture, bytes_needed, run_body
 from .counters import BucketStats, CallRecord, Stats
 from .errors import Refused, VitcgError
-from .layouts import LayoutCache, LayoutValues, Misfit
+from .layouts import MAX_BYTES, LayoutCache, LayoutValues, Misfit
 from .options import Options
 from .parts import Parts
 from .passes import CompiledBody
 from .passes.graph import Role
 from .planning import Part, Plan, Planner
-from .self_check import disagreement
+from .self_check import spoilt, trouble
+from .states import States
+from .stream_order import StreamOrder
 
 __all__ = ["CompiledTower"]
 
 log = _torch.log
 _MAX_CAPTURES = 128
-_MAX_STATES = 8  # sets of parameter addresses: towers of one class share an artifact, adapters are switched
-_address = Tensor.data_ptr
+_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number"}
+_NO_REFUSAL = {"invalid_grid", "uncaptured_is_faster"}  # under `strict`: eager's own error, and a choice for speed
 
 
 @dataclass(frozen=True)
@@ -101,21 +99,20 @@ class CompiledTower:
         bound = body.bound
         self.planner = Planner(options, bound.symbols.unit)
         roles = [node.meta["role"] for node in bound.placeholders]
-        self._state_positions = [i for i, role in enumerate(roles) if role == Role.STATE]
+        numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
+        positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
+        self._states = States(positions, example_inputs, self._forget_state)
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
-        self._state_of = _getter(self._state_positions)
-        self._layouts = LayoutCache(body, kernel)
+        self._elsewhere = self._state_elsewhere(positions)
+        limit = options.memory_limit_mib
+        self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self._parts = Parts(body, self._layouts)
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
-        self._states: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        self._state_numbers = itertools.count()
-        self._last_state: tuple[list[int], int] = ([], -1)
         self._refused: dict[Any, str] = {}
         self._arena = Arena()
         self._pool: Any = None
-        self._last_use: Any = None
+        self._order = StreamOrder()
         self._lock = threading.RLock()
-        self._owners = self._weak_owners(example_inputs)
 
     # --- a call -----------------------------------------------------------------------------------------------------
 
@@ -141,9 +138,6 @@ class CompiledTower:
         for position, number in bound.numbers:
             if args[position] != number:
                 return _Ask.refused(None, rows, "other_number")
-        if self._extra:
-            allowed = rows % bound.symbols.unit == 0 and self.body.allows(rows // bound.symbols.unit)
-            return _Ask.refused(None, rows, "caller_metadata" if allowed else "outside_compiled_sizes")
         layout: Layout | None = None
         if bound.grid is not None:
             layout = tuple(map(tuple, args[bound.grid].tolist()))
@@ -151,14 +145,17 @@ class CompiledTower:
                 return _Ask.refused(layout, rows, "invalid_grid")
         elif rows % bound.symbols.unit or rows == 0:
             return _Ask.refused(layout, rows, "invalid_grid")
+        if self._extra:
+            return _Ask.refused(layout, rows, "caller_metadata")
         return _Ask(layout, rows, self._plan(layout, rows))
 
     def _plan(self, layout: Layout | None, rows: int) -> Plan:
         reason = self._misfit()
         with self._lock:
             plan = Plan((), reason) if reason else self.planner.plan(layout, rows)
-        sizes = [part.bucket.tokens for part in plan.parts] or [rows // self.body.bound.symbols.unit]
-        if not all(map(self.body.allows, sizes)):
+        unit = self.body.bound.symbols.unit
+        sizes = [part.bucket.tokens for part in plan.parts] or [rows // unit]
+        if not all(map(self.body.allows, sizes)) or not all(self.body.may_be_padded(p.rows // unit) for p in plan.parts):
             self.stats.refusals["outside_compiled_sizes"] = self.body.assumptions()
             return Plan((), "outside_compiled_sizes")
         return plan
@@ -168,16 +165,26 @@ class CompiledTower:
             return self.body.refusal.reason
         if self.options.capture == "never":
             return "capture_never"
-        if self.kernel is not None and not self.kernel.capturable and self._device_type() == "cuda":
+        if self._elsewhere is not None:
+            return "state_elsewhere"
+        if self.kernel is not None and not self.kernel.capturable and self._device.type == "cuda":
             return "attention_not_capturable"
         return None
 
-    def _device_type(self) -> str:
-        return self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device.type
+    @property
+    def _device(self) -> torch.device:
+        return self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device
+
+    def _state_elsewhere(self, positions: Sequence[int]) -> str | None:
+        """A parameter or buffer on another device than the pixels: a graph would keep the value that it had at the capture."""
+        for node in (self.body.bound.placeholders[i] for i in positions):
+            if node.meta["val"].device != self._device:
+                return f"{node.name} is on {node.meta['val'].device} and the pixels are on {self._device}"
+        return None
 
     def _planned(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
         """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
-        with self._lock, self._on_stream(args):
+        with self._lock, self._order.on(args[self.body.bound.pixels].device):
             if len(ask.plan.parts) > 1:
                 return self._in_parts(args, ask)
             results, reason = self._replay(args, ask.plan.parts[0])
@@ -216,16 +223,21 @@ class CompiledTower:
             return None, "invalid_grid"
         if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
             return None, "over_max_frames"
-        key = (part.bucket, tuple(values.bounds.items()), self._state(args))
+        key = (part.bucket, tuple(values.bounds.items()), self._states.number(args))
         if key in self._refused:
             return None, self._refused[key]
         capture = self._captures.get(key)
         if capture is None:
             return self._first_use(key, args, part, values, borrow)
         self._captures.move_to_end(key)
-        capture.write(args, values, part.rows)
-        capture.replay(args)
-        return self._take(capture, args, part, borrow), None
+        try:
+            capture.write(args, values, part.rows)
+            capture.replay(args)
+            return self._take(capture, args, part, borrow), None
+        except Exception as error:  # out of memory for the results, say
+            del self._captures[key]
+            self._captures_changed()
+            return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
 
     def _take(self, capture: Capture, args: Sequence[Any], part: Part, borrow: bool = False) -> list[Any]:
         borrow = borrow or self.options.outputs == "borrow"
@@ -236,8 +248,10 @@ class CompiledTower:
         return results
 
     def _uncaptured(self, args: Sequence[Any], layout: Layout | None, rows: int) -> list[Any]:
-        """The compiled pieces on the exact rows."""
+        """The compiled pieces on the exact rows, where they are right for that many."""
         bound = self.body.bound
+        if not self.body.allows(rows // bound.symbols.unit):
+            return self._operators(args)
         try:
             with self._lock:
                 values = self._layouts.get(args, layout, rows, None, keep=not self._extra)
@@ -246,9 +260,14 @@ class CompiledTower:
             return self._operators(args)
         arguments = list(args)
         arguments[bound.pixels] = args[bound.pixels].contiguous()
-        with torch.no_grad():
-            n = rows // bound.symbols.unit
-            return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+        n = rows // bound.symbols.unit
+        try:
+            with torch.no_grad():
+                return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+        except Exception as error:  # a compiled piece or a kernel fails where the operators may not
+            log.warning("vitcg runs a call of %d tokens by operators: %s: %s", n, type(error).__name__, error)
+            self.stats.refusals["pieces_failed"] = f"{type(error).__name__}: {error}"
+            return self._operators(args)
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""
@@ -261,30 +280,43 @@ class CompiledTower:
         self, key: Any, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool
     ) -> tuple[list[Any] | None, str | None]:
         """Capture a bucket, check it against the unpadded run, and serve the call from it."""
+        needed, limit = bytes_needed(self.body, part.bucket, args, values), self.options.memory_limit_mib
+        if limit is not None and needed > limit << 20:
+            text = f"it needs {needed / 2**20:.1f} MiB of static memory, memory_limit_mib is {limit}"
+            return None, self._refuse(key, "over_memory_limit", text)
         start = time.perf_counter()
-        exact = self._uncaptured(args, part.layout, part.rows) if self.options.self_check else []
         try:
             capture = Capture(self.body, self.kernel, part.bucket, args, values, self._arena)
             capture.write(args, values, part.rows)
-            if self.options.self_check:
-                capture.fill_tail(part.rows, float("nan"))
             capture.record(args, self._graph_pool())
-            capture.replay(args)
-            results = self._take(capture, args, part, borrow)
-            trouble = self._check(capture, results, exact) if self.options.self_check else None
-            capture.fill_tail(part.rows, 0.0)
+            results, check_s = self._first_results(capture, args, part, borrow)
+        except _Disagrees as error:
+            return None, self._refuse(key, "self_check", str(error))
         except VitcgError:
             raise
         except Exception as error:  # a failed capture must cost the caller nothing but time
-            trouble = ("capture_failed", f"{type(error).__name__}: {error}")
+            self._arena.owner = None
             self._pool = None  # of no use after a capture that broke off in it (`_torch.end_failed_capture`)
-        self._arena.owner = None
-        if trouble is not None:
-            return None, self._refuse(key, *trouble)
-        self._keep(key, capture, time.perf_counter() - start)
+            return None, self._refuse(key, "capture_failed", f"{type(error).__name__}: {error}")
+        self._keep(key, capture, time.perf_counter() - start, check_s)
         if self.planner.measures and not self.planner.costs.knows(part.bucket.tokens):
             results = self._measure(capture, args, part, values, borrow)
-        return results, None  # not `exact`: a bucket answers the same call with the same bits each time
+        return results, None  # not those of the unpadded run: a bucket answers the same call with the same bits each time
+
+    def _first_results(self, capture: Capture, args: Sequence[Any], part: Part, borrow: bool) -> tuple[list[Any], float]:
+        """Results of the first replay, compared with the unpadded run, and the seconds that the comparison took."""
+        if not self.options.self_check:
+            capture.replay(args)
+            return self._take(capture, args, part, borrow), 0.0
+        start = time.perf_counter()
+        exact = self._uncaptured(args, part.layout, part.rows)
+        with spoilt(capture, part.rows, self._pool):
+            capture.replay(args)
+            results = self._take(capture, args, part, borrow)
+        text = trouble(capture, results, exact)
+        if text is not None:
+            raise _Disagrees(text)
+        return results, time.perf_counter() - start
 
     def _measure(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
         """Times of a bucket, once; the results of the last of its replays."""
@@ -314,15 +346,7 @@ class CompiledTower:
             return math.inf
 
     def _time(self, run: Callable[[], Any]) -> float:
-        return costs.seconds(run, self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device)
-
-    def _check(self, capture: Capture, results: list[Any], exact: list[Any]) -> tuple[str, str] | None:
-        for number, (result, expected) in enumerate(zip(results, exact, strict=True)):
-            if isinstance(result, Tensor):
-                text = disagreement(result, expected)
-                if text is not None:
-                    return "self_check", f"result {number} of bucket {capture.bucket.tokens}: {text}"
-        return None
+        return costs.seconds(run, self._device)
 
     def _refuse(self, key: Any, reason: str, text: str) -> str:
         self._refused[key] = reason
@@ -330,12 +354,13 @@ class CompiledTower:
         warnings.warn(f"vitcg does not use its bucket of {key[0].tokens} tokens [{reason}]: {text}", stacklevel=2)
         return reason
 
-    def _keep(self, key: Any, capture: Capture, seconds: float) -> None:
+    def _keep(self, key: Any, capture: Capture, seconds: float, check_s: float) -> None:
         bucket = self.stats.buckets.setdefault(key[0].tokens, BucketStats())
         again = any(k[:2] == key[:2] for k in self._captures)
         self._captures[key] = capture
         bucket.captures += 1
         bucket.capture_s += seconds
+        bucket.self_check_s += check_s
         bucket.static_bytes = capture.static_bytes
         bucket.pool_bytes += capture.pool_bytes
         self.stats.captures += 1
@@ -350,41 +375,21 @@ class CompiledTower:
         self.planner.use({key[0].tokens for key in self._captures})
 
     def _over(self, limit_mib: int | None) -> bool:
-        return limit_mib is not None and sum(c.static_bytes + c.pool_bytes for c in self._captures.values()) > limit_mib << 20
+        if limit_mib is None:
+            return False
+        held = sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
+        return self._layouts.num_bytes + held > limit_mib << 20
 
     def _graph_pool(self) -> Any:
-        if self._pool is None and self._device_type() == "cuda":
+        if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _state(self, args: Sequence[Any]) -> int:
-        """A number for "these parameters at these addresses"; a graph replays only for the number it was captured with."""
-        addresses = list(map(_address, self._state_of(args)))
-        if addresses != self._last_state[0]:
-            key = tuple(addresses)
-            if key not in self._states:
-                self._states[key] = next(self._state_numbers)
-                self._forget_old_states()
-            self._states.move_to_end(key)
-            self._last_state = (addresses, self._states[key])
-            self._owners = self._weak_owners(args)
-        return self._last_state[1]
-
-    def _forget_old_states(self) -> None:
-        """Weights that move at every step (reloads, say) must not leave their captures behind."""
-        while len(self._states) > _MAX_STATES:
-            number = self._states.popitem(last=False)[1]
-            for kept in (self._captures, self._refused):
-                for key in [key for key in kept if key[2] == number]:
-                    del kept[key]
+    def _forget_state(self, number: int) -> None:
+        for kept in (self._captures, self._refused):
+            for key in [key for key in kept if key[2] == number]:
+                del kept[key]
         self._captures_changed()
-
-    def _weak_owners(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
-        return [weakref.ref(args[i]) for i in self._state_positions[:8]]
-
-    def _on_stream(self, args: Sequence[Any]) -> Any:
-        device = args[self.body.bound.pixels].device
-        return _InOrder(self, device) if device.type == "cuda" else _NO_STREAM
 
     # --- housekeeping -----------------------------------------------------------------------------------------------
 
@@ -396,7 +401,8 @@ class CompiledTower:
             self._layouts.clear()
             self._parts.clear()
             self._arena.clear()
-            self._pool = self._last_use = None
+            self._pool = None
+            self._order.clear()
             self._captures_changed()
 
     @contextlib.contextmanager
@@ -429,8 +435,8 @@ class CompiledTower:
         return held + latest.static_bytes * tokens / latest.bucket.tokens <= limit << 20
 
     def belongs_to(self, tensors: set[int]) -> bool:
-        """Whether the latest call used any tensor of these ids."""
-        return any(id(ref()) in tensors for ref in self._owners if ref() is not None)
+        """Whether one of the latest towers that used this graph owns any tensor of these ids."""
+        return self._states.belongs_to(tensors)
 
     def replay_last(self) -> Callable[[], None]:
         """The capture used last, as a function that replays it and copies nothing."""
@@ -452,45 +458,22 @@ class CompiledTower:
     def _explain(self, ask: _Ask) -> str:
         if self.body.refusal is not None:
             return self.body.refusal.detail
+        tokens = ask.rows // self.body.bound.symbols.unit
+        if ask.reason == "under_min_tokens":
+            return f"the call has {tokens} output tokens, the option min_tokens is {self.options.min_tokens}"
+        if ask.reason == "capture_never":
+            return "the option capture='never' asks for uncaptured calls, strict=True for captured ones: leave one out"
+        if ask.reason == "state_elsewhere":
+            return self._elsewhere or ""
+        if ask.reason in ("outside_compiled_sizes", *{name.partition(" ")[0] for name in self.stats.refusals}):
+            texts = [text for name, text in self.stats.refusals.items() if name.partition(" ")[0] == ask.reason]
+            return texts[-1] if texts else self.body.assumptions()
         budgets = list(self.planner.ladder.budgets)
         return f"a call of {ask.rows} patches in {ask.items} items; budgets in tokens: {budgets}"
 
 
-class _InOrder:
-    """Static memory is used by one stream after another: each use waits for the one before."""
-
-    def __init__(self, tower: CompiledTower, device: torch.device) -> None:
-        self.tower, self.device = tower, device
-
-    def __enter__(self) -> None:
-        last = self.tower._last_use
-        if last is not None and _torch.raw_stream(self.device) != last[0]:
-            torch.cuda.current_stream(self.device).wait_event(last[1])
-
-    def __exit__(self, *_: Any) -> None:
-        last = self.tower._last_use
-        event = torch.cuda.Event() if last is None else last[1]
-        event.record(torch.cuda.current_stream(self.device))
-        self.tower._last_use = (_torch.raw_stream(self.device), event)
-
-
-class _NoStream:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: Any) -> None:
-        return None
-
-
-_NO_STREAM = _NoStream()
-_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number"}
-_NO_REFUSAL = {"invalid_grid", "uncaptured_is_faster"}  # under `strict`: eager's own error, and a choice for speed
-
-
-def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda args: tuple(args[p] for p in positions)
+class _Disagrees(Exception):
+    """The self-check's verdict."""
 
 
 def _is_valid(layout: Layout, rows: int, unit: int) -> bool:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from graphs import Module, aten_pieces, hoisted, metadata
 
-from vitcg_backend.passes.graph import Ineligible
+from vitcg_backend import _torch
+from vitcg_backend.passes.graph import Ineligible, Symbols
 from vitcg_backend.passes.prove_padding import Gather, prove_padding, prove_prologue
 
 Function = Callable[..., Any]
@@ -63,6 +64,22 @@ UNSAFE: dict[str, tuple[Function, str]] = {
         lambda m, x, g: x.reshape(2, -1, 8).transpose(0, 1).reshape(-1, 8),
         "outside of the token axis|regroups|is not a multiple of n",
     ),
+    "count in a float": (lambda m, x, g: x * (1.0 / x.numel()), "symbolic size as a value"),
+    "count in an argument": (lambda m, x, g: torch.add(x, x, alpha=1.0 / x.shape[0]), "symbolic size as a value"),
+    "count in an epsilon": (lambda m, x, g: F.layer_norm(x, (8,), eps=1.0 / x.shape[0]), "as a value"),
+    "strided over rows": (lambda m, x, g: x.as_strided((x.shape[0], 8), (8, 1)).sin(), "as_strided.default has no rule"),
+    "scattered rows": (lambda m, x, g: torch.zeros_like(x).index_add(0, metadata("positions", g), x), "has no rule"),
+    "windows of rows": (lambda m, x, g: x.unfold(0, 4, 4).sum(-1), "has no rule|not a multiple|token axis"),
+    "largest rows": (lambda m, x, g: x.topk(4, dim=0)[0] @ m.weight, "topk.default has no rule"),
+    "layer norm over tokens": (lambda m, x, g: F.layer_norm(x.t(), (x.shape[0],)).t(), "over the token axis|reduces"),
+    "group norm": (lambda m, x, g: F.group_norm(x.t()[None], 2)[0].t(), "outside of the token axis|has no rule|regroups"),
+    "masked sum": (lambda m, x, g: x + torch.where(x > 0, x, 0).sum(0), "reduces the token axis"),
+    "last row everywhere": (lambda m, x, g: x + x[-1:].expand(x.shape[0], 8), "slices the token axis"),
+    "convolution over tokens": (
+        lambda m, x, g: F.conv1d(x.t()[None], m.weight[:, :, None].expand(8, 8, 3), padding=1)[0].t(),
+        "convolves over the token axis",
+    ),
+    "sorted by pixels": (lambda m, x, g: x[x[:, 0].argsort()], "has no rule|did not make"),
     "transposed view": (lambda m, x, g: x.t().reshape(-1, 8), "regroups|outside|token axis"),
 }
 
@@ -110,6 +127,41 @@ def test_gather_by_metadata_is_an_obligation() -> None:
     (gather,) = proof.gathers
     assert isinstance(gather, Gather)
     assert (gather.index_rows, gather.source_rows) == (1, 1)
+
+
+def test_a_table_is_looked_up_by_metadata_alone() -> None:
+    """An index that a padded row's own values make could point anywhere: it is named as an input that must be metadata."""
+    lookups = {
+        "embedding": lambda m, x, g: F.embedding(x[:, 0].long() % 8, m.weight),
+        "index": lambda m, x, g: m.weight[(x[:, 0] * 2).long() % 8],
+    }
+    for function in lookups.values():
+        torch._dynamo.reset()
+        (proof,) = prove(function)
+        assert len(proof.lookups) == 1
+    torch._dynamo.reset()
+    (proof,) = prove(lambda m, x, g: x @ m.weight)
+    assert proof.lookups == set()
+
+
+def test_what_a_trace_decided_by_the_number_of_tokens_is_kept() -> None:
+    """A branch on the size inside of a piece is a decision that a bucket and its call must share; a pinned size is refused."""
+    symbols = Symbols.create(4)
+    for size in (lambda n: 1.0 if n > 40 else 2.0, lambda n: float(n)):
+        gm = torch.fx.GraphModule({}, torch.fx.Graph())
+        n, x = gm.graph.placeholder("n"), gm.graph.placeholder("x")
+        gm.graph.output((gm.graph.call_function(lambda x, size=size: x * size(x.shape[0]), (x,)),))
+        gm.recompile()
+        del n
+        with symbols.mode:
+            fakes = [symbols.n, torch.empty(symbols.n * 4, 8)]
+        aten = _torch.aot_trace(gm, fakes, symbols.mode)
+        if size(50) == 1.0:
+            (decision,) = prove_padding(aten, symbols).decisions
+            assert [decision.subs(symbols.symbol, count) == True for count in (10, 11)] == [False, True]  # noqa: E712
+        else:
+            with pytest.raises(Ineligible, match="made the number of tokens a constant"):
+                prove_padding(aten, symbols)
 
 
 def test_several_users_and_nested_chain() -> None:

@@ -3,8 +3,8 @@
     varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float? scale, SymInt? max_seqlen=None) -> Tensor
 
 Non-causal attention of each row of q ``[rows, heads, head_dim]`` to the rows of k ``[rows, kv_heads, head_dim]`` and v
-``[rows, kv_heads, value_dim]`` of its segment; ``cu_seqlens`` are the prefix sums of the segment lengths, int32 or
-int64 ``[segments + 1]``, that end at ``rows``. The result is a new contiguous ``[rows, heads, value_dim]`` tensor.
+``[rows, kv_heads, value_dim]`` of its segment; ``cu_seqlens`` are the prefix sums of the segment lengths, integers
+``[segments + 1]``, that end at ``rows``. The result is a new contiguous ``[rows, heads, value_dim]`` tensor.
 ``scale`` None is ``head_dim ** -0.5``; ``max_seqlen`` bounds the rows of a segment (None: the rows of q).
 
 On the CPU the result equals the eager tower's per-segment SDPA bit for bit, and lengths that do not add up raise what
@@ -42,14 +42,24 @@ _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rows: int | None) -> None:
-    """Check shapes and the dtype of cu_seqlens, without a look at its values.
+    """Check shapes, without a look at values.
 
     Raises:
-        ValueError: q, k, v do not belong together, or cu_seqlens is not a flat int32 or int64 tensor.
+        ValueError: q, k, v do not belong together, or cu_seqlens is not flat.
     """
     check_tensors(q, k, v, rows, strides=False)
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens must be a flat int32 or int64 tensor, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens must be a flat tensor of integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+
+
+def _check_integers(cu_seqlens: Tensor) -> None:
+    """Only of a call: a tower that is traced with the wrong dtype raises where eager raises.
+
+    Raises:
+        TypeError: lengths that are not integers, as `torch.split` raises for them.
+    """
+    if cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise TypeError(f"cu_seqlens must be a flat tensor of integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
@@ -58,12 +68,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rows: int | None
 @torch.library.impl(_LIBRARY, "varlen_attention", "CPU")
 def _cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None) -> Tensor:
     _check(q, k, v, cu_seqlens, q.shape[0])
+    _check_integers(cu_seqlens)
     return attention_by_segment(q, k, v, cu_seqlens, scale)
 
 
 @torch.library.impl(_LIBRARY, "varlen_attention", "CUDA")
 def _cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, max_seqlen: int | None = None) -> Tensor:
     _check(q, k, v, cu_seqlens, q.shape[0])
+    _check_integers(cu_seqlens)
     longest = q.shape[0] if max_seqlen is None else max_seqlen
     if q.numel() == 0:
         return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))

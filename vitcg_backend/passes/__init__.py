@@ -75,6 +75,7 @@ class CompiledBody:
         gathers: (metadata index, index rows per n, source rows per n) that each layout must satisfy.
         refusal: why the body may not be padded, or None when every piece is proved.
         limits: what the trace and the compiled pieces assume about n, see `CompiledPiece`.
+        decisions: the part of them that the traces of proved pieces decided by, see `Proof`.
     """
 
     hoisted: Hoisted
@@ -83,17 +84,19 @@ class CompiledBody:
     gathers: list[tuple[int, int, int]]
     refusal: Ineligible | None
     limits: list[tuple[sympy.Symbol, list[sympy.Basic]]]
+    decisions: list[tuple[sympy.Symbol, list[sympy.Basic]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._allowed: dict[int, bool] = {}
+        self._padded: dict[int, bool] = {}
 
     def allows(self, n: int) -> bool:
         """Whether the compiled pieces are right for `n` tokens."""
-        if n not in self._allowed:
-            if len(self._allowed) > 4096:
-                self._allowed.clear()
-            self._allowed[n] = all(e.subs(s, n) == sympy.true for s, es in self.limits for e in es)
-        return self._allowed[n]
+        return _all_true(self.limits, n, self._allowed)
+
+    def may_be_padded(self, n: int) -> bool:
+        """Whether a call of `n` tokens takes the branches that the pieces were traced along, as its bucket does."""
+        return _all_true(self.decisions, n, self._padded)
 
     def assumptions(self) -> str:
         """What the compiled pieces assume about n, in words."""
@@ -104,6 +107,15 @@ class CompiledBody:
     def bound(self) -> Bound:
         """The graph with its private sizes."""
         return self.hoisted.bound
+
+
+def _all_true(expressions: list[tuple[sympy.Symbol, list[sympy.Basic]]], n: int, known: dict[int, bool]) -> bool:
+    """Whether all expressions hold for `n`; answers are kept in `known`."""
+    if n not in known:
+        if len(known) > 4096:
+            known.clear()
+        known[n] = all(e.subs(s, n) == sympy.true for s, es in expressions for e in es)
+    return known[n]
 
 
 def compile_body(
@@ -120,21 +132,26 @@ def compile_body(
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)
     program = split_at_attention(hoisted)
-    functions, gathers, limits = [], set(), []
+    functions, gathers, limits, decisions = [], set(), [], []
     refusal = prove_prologue(hoisted)
     for number, piece in enumerate(program.pieces):
         dump(f"piece{number}_used_{piece.uses}_times", piece.gm)
         compiled = _compile_piece(piece, program, number, options=options, cache=cache, dump=dump)
         functions.append(compiled.function)
         limits.append(compiled.limits)
+        decisions.append((compiled.limits[0], compiled.proof.decisions if compiled.proof else []))
         refusal = refusal or compiled.refusal
         for gather in compiled.proof.gathers if compiled.proof else []:
             for uses in piece.metadata_inputs:
                 gathers.add(_obligation(gather, uses))
+        if compiled.proof and any(not compiled.proof.lookups <= set(uses) for uses in piece.metadata_inputs):
+            text = "a table is looked up by an index that is not metadata: that of a padded row could point anywhere"
+            refusal = refusal or Ineligible("unproved", text)
     limits.append((program.symbols.symbol, program.symbols.guards()))
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
-    return CompiledBody(hoisted, program, functions, sorted(g for g in gathers if g is not None), refusal, limits)
+    checked = sorted(g for g in gathers if g is not None)
+    return CompiledBody(hoisted, program, functions, checked, refusal, limits, decisions)
 
 
 def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | None:

@@ -75,8 +75,9 @@ class Symbols:
         return None
 
     def depends(self, size: Any) -> bool:
-        """Whether `size` changes with n."""
-        return isinstance(size, torch.SymInt) and self.symbol in self.shape_env.simplify(size.node.expr).free_symbols
+        """Whether `size`, a number of any kind such as ``1 / n``, changes with n."""
+        symbolic = isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        return symbolic and self.symbol in self.shape_env.simplify(size.node.expr).free_symbols
 
     def guards(self) -> list[sympy.Basic]:
         """Assumptions about n that tracing or compiling has made so far: the result is right where they all hold."""

@@ -10,6 +10,8 @@ Preconditions: `aot_trace` (functional ATen with ``meta["val"]`` in the private 
 What a rule may rely on: each tensor has at most one axis whose size depends on n (its token axis) with ``rows = c * n``.
 ``c`` rows make one block: a view may regroup rows inside a block (4 patches -> 1 token) and never across.
 
+A table may be looked up by metadata alone: an index made from a padded row's own values could point outside of the table.
+
 The one way to move rows is a gather along the token axis by an index that the prologue made: the proof accepts it under an
 *obligation* that the runtime checks for every layout (real entries point at real rows, padded ones at padded rows).
 
@@ -25,10 +27,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
-from .graph import Ineligible, Symbols, is_size, rows_of, source_line, token_axes, where
+from .graph import HINT, Ineligible, Symbols, is_size, rows_of, source_line, token_axes, where
 from .hoist_metadata import PROLOGUE, Hoisted
 from .row_rules import RULES, Refusal, Rows
 
@@ -52,10 +55,20 @@ class Gather:
 
 @dataclass
 class Proof:
-    """What was proved: which rule accepted each node, and what the runtime has to check for each layout."""
+    """What was proved.
+
+    Attributes:
+        rules: which rule accepted each operation, as (operation, text).
+        gathers: what the runtime has to check for each layout.
+        decisions: what the trace assumed about n on its way: a bucket and the call in it must agree on each.
+        lookups: positions of inputs from which indices into tables are made: they must be metadata, because a padded row's
+            own values may point anywhere, which ends the process on a GPU.
+    """
 
     rules: list[tuple[str, str]] = field(default_factory=list)
     gathers: list[Gather] = field(default_factory=list)
+    lookups: set[int] = field(default_factory=set)
+    decisions: list[sympy.Basic] = field(default_factory=list)
 
 
 def prove_padding(gm: fx.GraphModule, symbols: Symbols) -> Proof:
@@ -64,7 +77,10 @@ def prove_padding(gm: fx.GraphModule, symbols: Symbols) -> Proof:
     Raises:
         Ineligible: with reason ``unproved``, the operation and its source line.
     """
-    proof = Proof()
+    proof = Proof(decisions=symbols.guards())
+    for decision in proof.decisions:
+        if isinstance(decision, sympy.Eq) and not any(decision.subs(symbols.symbol, HINT * k) == sympy.true for k in (2, 3, 5)):
+            raise Ineligible("unproved", f"a trace made the number of tokens a constant ({decision}): it is used as a value")
     walker = _Walker(gm, symbols, proof)
     for node in gm.graph.nodes:
         if node.op == "call_function" and not is_size(node.meta.get("val")):
@@ -121,7 +137,7 @@ class _Walker:
             if position != rule.shape_argument and _holds_size(argument, self.symbols):
                 raise self._refusal(node, "uses the number of tokens as a value")
         try:
-            rows = Rows(node, self._rows, self.symbols, self._gather)
+            rows = Rows(node, self._rows, self.symbols, self._gather, self._lookup)
             if not rows.inputs and not rows.output_carries:
                 text = "no token axis"
             elif not rows.inputs:
@@ -158,6 +174,15 @@ class _Walker:
         if index not in self.inputs:
             raise Refusal(f"gathers rows by {index.name}, which the prologue did not make")
         self.proof.gathers.append(Gather(self.inputs[index], index_rows, source_rows))
+
+    def _lookup(self, index: fx.Node) -> None:
+        seen, stack = {index}, [index]
+        while stack:
+            node = stack.pop()
+            if node in self.inputs and token_axes(node.meta["val"], self.symbols):
+                self.proof.lookups.add(self.inputs[node])
+            stack += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
 
     def _require_known_shape(self, node: fx.Node) -> None:
         value = node.meta.get("val")

@@ -42,8 +42,9 @@ class Rows:
         rows_of: Callable[[Any], tuple[int, int] | None],
         symbols: Symbols,
         gather: Callable[[fx.Node, int, int], None],
+        lookup: Callable[[fx.Node], None],
     ) -> None:
-        self.node, self.symbols, self._rows_of, self.gather = node, symbols, rows_of, gather
+        self.node, self.symbols, self._rows_of, self.gather, self.lookup = node, symbols, rows_of, gather, lookup
         found = [(source, rows_of(source.meta.get("val"))) for source in node.all_input_nodes]
         self.inputs = [(source, *place) for source, place in found if place is not None]
         self.output: Any = rows_of(node.meta["val"])
@@ -439,8 +440,9 @@ def _convolution(rows: Rows) -> str:
 def _embedding(rows: Rows) -> str:
     if rows.of(rows.node.args[0]) is not None:
         raise Refusal("looks rows up in a table that carries tokens")
+    rows.lookup(rows.node.args[1])
     rows.keep()
-    return "a table without tokens"
+    return "a table without tokens, looked up by metadata"
 
 
 @rule(*_overloads("index.Tensor"))
@@ -452,8 +454,10 @@ def _index(rows: Rows) -> str:
     if place is None:
         if rows.output is None or any(rows.of(i) != rows.of(carrying[0][1]) for _, i in carrying):
             raise Refusal("indexes with indices whose rows are not aligned")
+        for _, index in carrying:
+            rows.lookup(index)
         rows.keep(rows.of(carrying[0][1])[1])
-        return "a table without tokens"
+        return "a table without tokens, looked up by metadata"
     if place[0] not in [axis for axis, _ in given]:
         if carrying:
             raise Refusal("indexes another axis by something that carries tokens")

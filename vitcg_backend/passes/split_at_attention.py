@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from ..attention import op as _op  # noqa: F401  registers the operator
-from .graph import Ineligible, Symbols, is_size
+from .graph import Ineligible, Symbols, is_size, source_line, token_axes
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
 from .program import AttentionStep, PieceStep, Program, UniquePiece
 
@@ -135,6 +135,8 @@ class _Splitter:
         query, key, value, segments, scale = node.args[:5]
         if segments not in self.metadata:
             raise Ineligible("segments", f"{node.format_node()}: its cu_seqlens is not computed from the grid")
+        if any(token_axes(factor.meta["val"], self.symbols) != [0] for factor in (query, key, value)):
+            raise Ineligible("unproved", f"{node.format_node()} attends over something else than tokens ({source_line(node)})")
         fake = query.meta["val"]
         entry = (fake.device, fake.dtype, int(fake.shape[-1]))
         if entry not in self.program.attention:
@@ -189,6 +191,8 @@ class _Splitter:
 
     def _emit_size(self, node: fx.Node, graph: fx.Graph, n: fx.Node, sizes: dict[Any, Any]) -> Any:
         value = node.meta["val"]
+        if isinstance(value, (torch.SymFloat, torch.SymBool)):  # what padding changes cannot be a number in a piece
+            raise Ineligible("unproved", f"{node.format_node()} uses a symbolic size as a value ({source_line(node)})")
         if not isinstance(value, torch.SymInt):
             return value
         form = self.symbols.linear(value)

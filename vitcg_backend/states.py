@@ -1,0 +1,80 @@
+"""Which parameters a call brings: sets of addresses, numbered. A graph replays only for the number it was captured with.
+
+Every parameter's address is looked at in every call, so there is no change of storage that goes unseen; an edit in place keeps
+the address, and the graph reads the new values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["MAX_STATES", "States"]
+
+MAX_STATES = 8
+"""Most sets that are remembered: towers of one class share a graph, adapters are switched."""
+_OWNERS = 8  # parameters that stand for their tower
+_address = Tensor.data_ptr
+
+
+class States:
+    """The latest sets of parameter addresses.
+
+    Args:
+        positions: arguments of the graph that are parameters or buffers.
+        example_inputs: the first call's arguments.
+        forget: called with a number whose set is dropped: weights that move at every step must not leave captures behind.
+    """
+
+    def __init__(self, positions: Sequence[int], example_inputs: Sequence[Any], forget: Callable[[int], None]) -> None:
+        self.positions = list(positions)
+        self._of = itemgetter(*self.positions) if len(self.positions) > 1 else self._few
+        self._forget = forget
+        self._known: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._numbers = itertools.count()
+        self._last: tuple[list[int], int] = ([], -1)
+        self._owners: dict[int, list[weakref.ref[Tensor]]] = {-1: self._weak(example_inputs)}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def number(self, args: Sequence[Any]) -> int:
+        """The number of the parameters of a call."""
+        addresses = list(map(_address, self._of(args)))
+        if addresses != self._last[0] or self._moved_in(args):
+            self._note(tuple(addresses), args)
+        return self._last[1]
+
+    def belongs_to(self, tensors: set[int]) -> bool:
+        """Whether one of the latest towers owns any tensor of these ids."""
+        owners = [ref() for refs in list(self._owners.values()) for ref in refs]
+        return any(id(owner) in tensors for owner in owners if owner is not None)
+
+    def _note(self, addresses: tuple[int, ...], args: Sequence[Any]) -> None:
+        if addresses not in self._known:
+            self._known[addresses] = next(self._numbers)
+            while len(self._known) > MAX_STATES:
+                dropped = self._known.popitem(last=False)[1]
+                self._owners.pop(dropped, None)
+                self._forget(dropped)
+        self._known.move_to_end(addresses)
+        number = self._known[addresses]
+        self._last = (list(addresses), number)
+        self._owners[number] = self._weak(args)
+
+    def _moved_in(self, args: Sequence[Any]) -> bool:
+        """Whether another tower has come to lie at the addresses of the last one."""
+        owners = self._owners.get(self._last[1])
+        return bool(owners) and owners[0]() is not args[self.positions[0]]  # type: ignore[index]
+
+    def _weak(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
+        return [weakref.ref(args[i]) for i in self.positions[:_OWNERS]]
+
+    def _few(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(args[position] for position in self.positions)
