@@ -46,7 +46,7 @@ if hasattr(torch.ops.aten, "sym_constrain_range_for_size"):
 _IN_PLACE = {getattr(operator, n) for n in dir(operator) if n.startswith("i") and n[1:] in dir(operator)}
 _IN_PLACE |= {operator.iand, operator.ior, operator.setitem, operator.delitem}
 _MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
-_PURE_BUILTINS = {getattr(operator, n) for n in dir(operator) if callable(getattr(operator, n))} | {torch.sym_int}
+_PURE_BUILTINS = {getattr(operator, n) for n in dir(operator) if callable(getattr(operator, n))} - _IN_PLACE | {torch.sym_int}
 
 
 @dataclass

@@ -313,7 +313,10 @@ def _full_like(rows: Rows) -> str:
 @rule(*_overloads("select.int", "unbind.int"))
 def _select(rows: Rows) -> str:
     if rows.axis in rows.dims(rows.argument(1, "dim", 0)):
-        raise Refusal("selects along the token axis")
+        index = rows.argument(2, "index")
+        if rows.output is not None or not isinstance(index, int) or not 0 <= index < rows.rows:
+            raise Refusal("selects along the token axis")
+        return "a row of the first block, which is real"
     rows.keep()
     return "not along the token axis"
 
