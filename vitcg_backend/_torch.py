@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,12 @@ from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    _constrain_range_for_size,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -35,9 +41,11 @@ __all__ = [
     "current_trace",
     "end_failed_capture",
     "fresh_size",
+    "is_data_dependent",
     "is_marked",
     "mark_rows",
     "new_size",
+    "on_failed_trace",
     "real_tensors",
     "release_workspaces",
     "trace_artifact",
@@ -78,6 +86,31 @@ def current_trace() -> Any:
         return InstructionTranslator.current_tx()
     except AttributeError:  # outside a trace the thread-local has no `current_tx`
         return None
+
+
+def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None:
+    """Call `failed` with what ends this trace, unless that is Dynamo's own way of going on (a restart, a graph break) or an
+    error of a backend. It may raise `TraceRestart` in its place.
+
+    `OutputGraph.call_cleanup_hooks` (torch/_dynamo/output_graph.py) runs in the ``finally`` of the trace
+    (torch/_dynamo/convert_frame.py), where the exception is still the current one.
+    """
+    expected = (exc.RestartAnalysis, exc.SkipFrame, exc.BackendCompilerFailed)
+
+    def hook() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and not isinstance(error, expected):
+            if is_data_dependent(error) or not isinstance(error, exc.Unsupported):
+                failed(error)
+
+    trace.output.add_cleanup_hook(hook)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether a trace failed because it needed a size that nobody knows."""
+    while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return error is not None
 
 
 @contextlib.contextmanager

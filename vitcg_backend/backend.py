@@ -21,6 +21,7 @@ from .attention import KERNELS, VarlenKernel, choose
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
+from .marking import clear_marks
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .runtime import CompiledTower
@@ -57,7 +58,7 @@ def vitcg(
     """
     parsed = Options.parse(options, mode)
     lowering.install()
-    lowering.clear_marks()
+    clear_marks()
     counters = Stats(graphs=1)
     dump = Dump(parsed.dump_dir)
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]

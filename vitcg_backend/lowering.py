@@ -11,13 +11,8 @@ convention, not by a list of models:
   `vitcg::varlen_attention`. To reach that branch `is_flash_attention_requested` answers True where its caller holds
   ``cu_seqlens`` and the configured attention is one of those lowered here.
 
-Note [Dynamic from the first call]
-    The first lowered call marks the pixel rows dynamic and the grid's rows unbacked on the real inputs of the traced frame and
-    starts the trace again, so that one image, several images and videos share one graph under every ``dynamic=`` setting.
-
-Note [Refusing a lowering]
-    Where a call cannot be lowered after all (dropout in training, say) the trace starts again with lowering off for this
-    compile: the decision sits on Dynamo's speculation log, which lives as long as one compile.
+Which sizes are dynamic, and what happens when a trace fails because of all this, is in `marking.py`. Where a call cannot be
+lowered after all (dropout in training, say), too, the trace starts again with lowering off for this compile.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ import sys
 import textwrap
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +32,9 @@ from torch import Tensor
 
 from . import _torch, ops
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
+from .marking import is_refused, mark_inputs, refuse
 
-__all__ = ["clear_marks", "import_metadata_functions", "install", "lowered_functions"]
+__all__ = ["import_metadata_functions", "install", "lowered_functions"]
 
 log = _torch.log
 _GRID_NAMES = ("grid_thw", "target_sizes")
@@ -154,22 +150,12 @@ def _active() -> bool:
     if install():  # a modelling file imported since: its own functions were looked up before they were lowered
         trace.speculation_log.clear()
         raise _torch.TraceRestart("vitcg: new functions are lowered")
-    return getattr(trace.speculation_log, "_vitcg_refused", None) is None
-
-
-def _refuse(reason: str) -> None:
-    log.info("vitcg does not lower this compile: %s", reason)
-    trace = _torch.current_trace()
-    for tensor in _inputs(trace):  # unbacked rows are a hard error in the tower's own loops over the grid
-        _torch.clear_dynamic_marks(tensor)
-    trace.speculation_log.clear()
-    trace.speculation_log._vitcg_refused = reason
-    raise _torch.TraceRestart(f"vitcg: {reason}")
+    return not is_refused(trace)
 
 
 @torch._dynamo.assume_constant_result
 def _refuse_constant(reason: str) -> None:
-    _refuse(reason)
+    refuse(reason)
 
 
 @torch._dynamo.assume_constant_result
@@ -198,52 +184,7 @@ def _attends_here(implementation: str | None) -> bool:
 
 @torch._dynamo.assume_constant_result
 def _mark_inputs() -> None:
-    """See Note [Dynamic from the first call]."""
-    trace = _torch.current_trace()
-    tensors = _inputs(trace)
-    if any(_is_grid(t) and t.shape[0] == 0 for t in tensors):
-        _refuse("a grid without a row: the tower's own functions answer it")
-    grid = next((t for t in tensors if _is_grid(t)), None)
-    if grid is None or _torch.is_marked(grid):
-        return
-    with _torch.real_tensors():
-        total = int(grid.prod(1).sum())
-    _torch.mark_rows(grid, 0, unbacked=True)
-    for tensor in tensors:
-        if tensor is not grid and not _torch.is_marked(tensor) and total in tensor.shape:
-            _torch.mark_rows(tensor, tuple(tensor.shape).index(total), unbacked=False)
-    trace.speculation_log.clear()
-    raise _torch.TraceRestart("vitcg: the rows of the pixels and of the grid are dynamic")
-
-
-def _inputs(trace: Any) -> list[Tensor]:
-    """The real tensors that the traced frame was called with."""
-    root = getattr(trace.output, "root_tx", None) or trace
-    return list(_tensors(root.f_locals.values()))
-
-
-def clear_marks() -> None:
-    """Take the marks off the caller's tensors once they have been traced: another backend may be given them next."""
-    trace = _torch.current_trace()
-    if trace is not None:
-        for tensor in _inputs(trace):
-            _torch.clear_dynamic_marks(tensor)
-
-
-def _is_grid(tensor: Tensor) -> bool:
-    integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
-    return integer and tensor.dim() == 2 and tensor.shape[1] in (2, 3)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            if not isinstance(value, torch.nn.Parameter) and value.dim() > 0:
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
+    mark_inputs()
 
 
 @torch._dynamo.assume_constant_result
@@ -256,7 +197,7 @@ def _arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: s
     try:
         return ops.arity(key, columns, dtypes, constants)
     except RuntimeError as error:
-        _refuse(str(error))
+        refuse(str(error))
         raise
 
 

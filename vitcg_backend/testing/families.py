@@ -210,18 +210,17 @@ def _fields(config_class: type) -> set[str]:
 
 
 def _suited(sizes: dict[str, Any], config_class: type) -> dict[str, Any]:
-    """Patch and image sizes as pairs where the configuration has pairs; lists of layer types cut to the depth."""
-    default = config_class()
-    for name in sizes:
-        if isinstance(getattr(default, name, None), float):
-            sizes[name] = float(sizes[name])
-    for name in ("patch_size", "image_size"):
-        if name in sizes and isinstance(getattr(default, name, None), (list, tuple)):
-            sizes[name] = [sizes[name]] * 2
-    for name in ("deepstack_visual_indexes", "fullatt_block_indexes", "num_key_value_heads"):
-        if name in sizes and getattr(default, name, None) is None:
+    """Numbers of the type that the configuration has, pairs where it has pairs, and layer types cut to the depth."""
+    default = config_class().to_dict()
+    for name, size in list(sizes.items()):
+        usual = default.get(name)
+        if isinstance(usual, float):
+            sizes[name] = float(size)
+        elif isinstance(usual, (list, tuple)) and isinstance(size, int):
+            sizes[name] = [size] * len(usual)
+        elif usual is None and isinstance(size, list):
             del sizes[name]  # a tower that has none by default
-    kinds = getattr(default, "layer_types", None)
+    kinds = default.get("layer_types")
     if kinds and "layer_types" not in sizes and "layer_types" in _fields(config_class):
         different = list(dict.fromkeys(kinds))
         sizes["layer_types"] = (different * 2)[: sizes.get("num_hidden_layers", 2)]
