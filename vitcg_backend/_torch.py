@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
     _constrain_range_for_size,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 __all__ = [
     "FakeTensorMode",
@@ -39,6 +40,7 @@ __all__ = [
     "compile_ordinary",
     "compile_piece",
     "current_trace",
+    "divisions",
     "end_failed_capture",
     "fresh_size",
     "is_data_dependent",
@@ -163,6 +165,12 @@ def new_size(shape_env: ShapeEnv, name: str, hint: int) -> tuple[Any, Any]:
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     return symbol, shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def divisions(expression: Any) -> list[tuple[Any, Any]]:
+    """(dividend, divisor) of the whole divisions and remainders in a size or guard (torch/utils/_sympy/functions.py)."""
+    found = expression.atoms(FloorDiv, CleanDiv, Mod, PythonMod) if hasattr(expression, "atoms") else ()
+    return [(division.args[0].expand(), division.args[1]) for division in found]
 
 
 # --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Capture:
         bound, n = self.body.bound, self.bucket.tokens
         pixels = args[bound.pixels]
         shape = list(pixels.shape)
-        shape[bound.pixel_axis] = self.bucket.patches
+        shape[bound.pixel_axis] = self.bucket.patches * bound.pixels_per_row
         self.pixels = self._buffer("pixels", shape, _contiguous(shape), pixels.dtype)
         self.tensors: list[Tensor] = []
         self.copied: list[int] = []
@@ -198,7 +198,9 @@ class Capture:
 
     def write(self, args: Sequence[Any], values: LayoutValues, rows: int) -> None:
         """Copy a call's pixels and its layout's metadata into the static inputs (not the metadata of the last call again)."""
-        self.pixels.narrow(self.body.bound.pixel_axis, 0, rows).copy_(args[self.body.bound.pixels], non_blocking=True)
+        bound = self.body.bound
+        real = self.pixels.narrow(bound.pixel_axis, 0, rows * bound.pixels_per_row)
+        real.copy_(args[bound.pixels], non_blocking=True)
         if self.arena.owner == (self.serial, values.serial):
             return
         targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())
@@ -209,9 +211,9 @@ class Capture:
 
     def fill_tail(self, rows: int, value: float) -> None:
         """Set the padded pixel rows."""
-        axis = self.body.bound.pixel_axis
+        axis, width = self.body.bound.pixel_axis, self.body.bound.pixels_per_row
         if self.pixels.dtype.is_floating_point and rows < self.bucket.patches:
-            self.pixels.narrow(axis, rows, self.bucket.patches - rows).fill_(value)
+            self.pixels.narrow(axis, rows * width, (self.bucket.patches - rows) * width).fill_(value)
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The body on the static inputs and a call's parameters, uncaptured."""

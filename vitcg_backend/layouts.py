@@ -123,7 +123,7 @@ class LayoutCache:
     def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
         unit = self.body.bound.symbols.unit
         total = rows if bucket is None else bucket.patches
-        tail = tail_grid(total - rows, math.isqrt(unit)) if layout is not None and total > rows else ()
+        tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._prologue(args, layout, tail, total)
             lists = {i: tensors[i].tolist() for i in self.segment_indices}
@@ -193,6 +193,16 @@ class LayoutCache:
             bounds[index] = limits
             segments[index] = self.kernel.metadata(cu, limits).to(tensors[index].device, non_blocking=True)
         return LayoutValues(tensors, segments, bounds, most)
+
+
+def _tail_like(layout: Layout, tail: Layout) -> Layout:
+    """Dummy items as the call has them: of one frame each where it has images only (some towers take nothing else), and
+    without a number of frames where its grid has two columns.
+    """
+    columns = len(layout[0])
+    if columns == 3 and any(frames > 1 for frames, _, _ in layout):
+        return tail
+    return tuple((1, h, w)[3 - columns :] for frames, h, w in tail for _ in range(frames))  # type: ignore[misc]
 
 
 def _tiered(exact: SegmentBounds, kernel: VarlenKernel) -> SegmentBounds:

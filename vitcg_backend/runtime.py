@@ -121,7 +121,9 @@ class CompiledTower:
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
-        rows = args[bound.pixels].shape[bound.pixel_axis]
+        rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
+        if rest:
+            return _Ask(None, rows, None, "invalid_grid")
         for position, number in bound.numbers:
             if args[position] != number:
                 return _Ask(None, rows, None, "other_number")

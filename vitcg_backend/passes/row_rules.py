@@ -432,10 +432,22 @@ def _layer_norm(rows: Rows) -> str:
 @rule(*_overloads("convolution"))
 def _convolution(rows: Rows) -> str:
     rows.only_first()
-    if rows.axis != 0 or rows.inputs[0][0] is not rows.node.args[0]:
+    if rows.inputs[0][0] is not rows.node.args[0] or rows.axis == 1:
         raise Refusal("convolves over the token axis")
-    rows.keep()
-    return "tokens in the batch"
+    if rows.axis == 0:
+        rows.keep()
+        return "tokens in the batch"
+    weight, stride, padding, dilation, transposed = (rows.node.args[i] for i in (1, 3, 4, 5, 6))
+    length = weight.meta["val"].shape[rows.axis]
+    step, pad, spread = (_per_axis(v, rows.axis - 2) for v in (stride, padding, dilation))
+    if transposed or not isinstance(length, int) or (step, pad, spread) != (length, 0, 1) or rows.rows % length:
+        raise Refusal("convolves over the token axis")
+    rows.keep(rows.rows // length)
+    return "whole patches, side by side"
+
+
+def _per_axis(value: Any, axis: int) -> Any:
+    return value[axis] if len(value) > 1 else value[0]
 
 
 @rule(*_overloads("embedding"))

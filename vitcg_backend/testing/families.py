@@ -67,7 +67,6 @@ _VIDEOS: tuple[Layout, ...] = (
     ((1, 16, 12),),
 )
 _IMAGES: tuple[Layout, ...] = tuple(tuple((1, t * h, w) for t, h, w in layout) for layout in _VIDEOS)
-_EQUAL_FRAMES: tuple[Layout, ...] = (*_IMAGES[:2], _VIDEOS[2], ((2, 4, 4), (2, 8, 4)), ((3, 4, 8),), _IMAGES[5])
 
 
 def _flat(tower: nn.Module, layout: Layout, noise: torch.Generator) -> Tensor:
@@ -125,7 +124,7 @@ _EXCEPTIONS = {
     "hy_v4_vl": _Exception(layouts=_IMAGES),
     "inkling2": _Exception(pixels=_merged, layouts=_IMAGES),
     "inkling2_loop": _Exception(pixels=_merged, layouts=_IMAGES),
-    "kimi_k25": _Exception(pixels=_patches, layouts=_EQUAL_FRAMES),
+    "kimi_k25": _Exception(pixels=_patches),
     "lfm3_vl": _Exception({"layer_types": ["conv", "full_attention"]}),
     "minicpm_ocr": _MINICPM,
     "minicpmv4_6": _MINICPM,
