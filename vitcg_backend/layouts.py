@@ -21,6 +21,7 @@ from .attention import SegmentBounds, VarlenKernel
 from .bucketing import Bucket, Layout, capacity_tier, tail_grid
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
+from .passes.program import AttentionStep
 
 __all__ = ["LayoutCache", "LayoutValues", "Misfit"]
 
@@ -80,7 +81,7 @@ class LayoutCache:
     def __init__(self, body: CompiledBody, kernel: VarlenKernel | None) -> None:
         self.body = body
         self.kernel = kernel
-        self.segment_indices = sorted({s.segments for s in body.program.steps if hasattr(s, "segments")})
+        self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
 
     def __len__(self) -> int:
@@ -126,14 +127,14 @@ class LayoutCache:
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._prologue(args, layout, tail, total)
-            lists = {i: tensors[i].tolist() for i in self.segment_indices}
+            lists = {i: tensors[i].tolist() for i in self.segment_rows}
             for index, cu in lists.items():
-                if cu[:1] != [0] or cu[-1] != total:
-                    raise Misfit("segments", f"segments {index} do not cover the {total} rows")
+                if cu[:1] != [0] or cu[-1] != total // unit * self.segment_rows[index]:
+                    raise Misfit("segments", f"segments {index} do not cover all of {total} patches")
             if total > rows:
-                self._check_closed(tensors, lists, rows, total)
+                self._check_closed(tensors, lists, rows)
                 self._check_equal(tensors, self.get(args, layout, rows, None).tensors, rows)
-            values = self._with_segments(tensors, lists, total, bucket)
+            values = self._with_segments(tensors, lists, bucket)
         device = args[self.body.bound.pixels].device
         if device.type == "cuda":
             values.stream = torch.cuda.current_stream(device)
@@ -156,11 +157,12 @@ class LayoutCache:
             inputs.append(value)
         return tuple(self.body.hoisted.prologue(*inputs))
 
-    def _check_closed(self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, total: int) -> None:
+    def _check_closed(self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int) -> None:
         unit = self.body.bound.symbols.unit
         for index, cu in lists.items():
-            if rows not in cu or cu[-1] != total:
-                raise Misfit("segment_crosses_padding", f"segments {index} do not end at row {rows} and {total}")
+            end = rows // unit * self.segment_rows[index]
+            if end not in cu:
+                raise Misfit("segment_crosses_padding", f"segments {index} do not end at row {end}, the last real one")
         for index, index_rows, source_rows in self.body.gathers:
             order, real, limit = tensors[index], rows // unit * index_rows, rows // unit * source_rows
             closed = (order[:real] < limit).all() & (order[:real] >= 0).all() & (order[real:] >= limit).all()
@@ -171,7 +173,7 @@ class LayoutCache:
         """The contract of metadata: what belongs to a real row is the same with and without dummy items."""
         symbols = self.body.bound.symbols
         for index, (node, a, b) in enumerate(zip(self.body.hoisted.metadata, padded, exact, strict=True)):
-            if index in self.segment_indices or not self.body.program.reads(index):
+            if index in self.segment_rows or not self.body.program.reads(index):
                 continue  # checked by their boundaries; handed out as the unpadded grid gives them
             axes = token_axes(node.meta["val"], symbols)
             real = a.narrow(axes[0], 0, b.shape[axes[0]]) if axes else a
@@ -179,7 +181,7 @@ class LayoutCache:
                 raise Misfit("metadata_differs", f"metadata {node.name} of {rows} real rows depends on the padding")
 
     def _with_segments(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], total: int, bucket: Bucket | None
+        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], bucket: Bucket | None
     ) -> LayoutValues:
         segments, bounds, most = {}, {}, 0
         for index, cu in lists.items():
@@ -187,7 +189,7 @@ class LayoutCache:
             longest = max((b - a for a, b in itertools.pairwise(cu)), default=0)
             most = max(most, count)
             assert self.kernel is not None  # a graph with segments has attention
-            limits = SegmentBounds(total, count, longest)
+            limits = SegmentBounds(cu[-1], count, longest)
             if bucket is not None:
                 limits = _tiered(limits, self.kernel)
             bounds[index] = limits

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from ..attention import op as _op  # noqa: F401  registers the operator
-from .graph import Ineligible, Symbols, is_size
+from .graph import Ineligible, Symbols, is_size, rows_of
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
 from .program import AttentionStep, PieceStep, Program, UniquePiece
 
@@ -141,7 +141,16 @@ class _Splitter:
             self.program.attention.append(entry)
         scale = float(scale) if scale is not None else float(fake.shape[-1]) ** -0.5
         slots = (self._slot(query), self._slot(key), self._slot(value))
-        return AttentionStep(*slots, self.metadata[segments], scale, self._slot(node), free)
+        rows = rows_of(fake, 0, self.symbols)
+        return AttentionStep(*slots, self._segments(segments, rows), rows, scale, self._slot(node), free)
+
+    def _segments(self, node: fx.Node, rows: int) -> int:
+        """Index of a cu_seqlens, which belongs to one number of rows: a tower may merge rows half way."""
+        index = self.metadata[node]
+        for step in self.program.steps:
+            if isinstance(step, AttentionStep) and step.segments == index and step.rows != rows:
+                raise Ineligible("segments", f"{node.format_node()}: its segments are used for {rows} and {step.rows} rows")
+        return index
 
     def _piece(self, nodes: list[fx.Node], results: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         graph = fx.Graph()
