@@ -193,7 +193,7 @@ def _constants(*items: tuple[str, Any]) -> str:
 
 
 @torch._dynamo.assume_constant_result
-def _arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> int | None:
+def _arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> Any:
     try:
         return ops.arity(key, columns, dtypes, constants)
     except RuntimeError as error:
@@ -271,9 +271,10 @@ def _make_metadata(original: types.FunctionType) -> Callable[..., Any]:
             else:
                 items.append((name, value))
         constants = _constants(*items)
-        count = _arity(key, grid.shape[1], tuple(t.dtype for t in tensors), constants)
-        outputs = torch.ops.vitcg.metadata(key, grid, tensors, constants)
-        return outputs[0] if count is None else tuple(outputs)
+        count, numbers = _arity(key, grid.shape[1], tuple(t.dtype for t in tensors), constants)
+        tensors_out = torch.ops.vitcg.metadata(key, grid, tensors, constants)
+        outputs = tuple(t.shape[0] if i in numbers else t for i, t in enumerate(tensors_out))
+        return outputs[0] if count is None else outputs
 
     return lowered
 

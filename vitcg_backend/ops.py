@@ -54,8 +54,7 @@ def _call(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str) -> 
 
 @torch.library.custom_op("vitcg::metadata", mutates_args=())
 def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
-    result = _call(key, grid, tensors, constants)
-    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    outputs = _as_tensors(_call(key, grid, tensors, constants))
     # An operator's output may not be its input; a function that makes its tensors on the host leaves them there.
     return [output.clone() if output is grid else output.to(grid.device).contiguous() for output in outputs]
 
@@ -66,6 +65,12 @@ def _(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens:
     follows = [axis[2] for rule in rules.outputs for axis in rule.axes if axis[0] == "patches"]
     patches = tokens if tokens is not None or not follows else _patches_of(grid, min(follows))
     return [rule.empty(grid, patches) for rule in rules.outputs]
+
+
+def _as_tensors(result: Any) -> tuple[Tensor, ...]:
+    """Results of a metadata function; a whole number becomes the length of an empty tensor, where the trace can follow it."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(r if isinstance(r, Tensor) else torch.empty(r, 0, dtype=torch.uint8) for r in results)
 
 
 METADATA = torch.ops.vitcg.metadata.default
@@ -111,10 +116,11 @@ class OutputRule:
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """Output shapes of one function with one set of constants."""
+    """Output shapes of one function with one set of constants; `numbers` are the results that are no tensors."""
 
     outputs: tuple[OutputRule, ...]
     is_tuple: bool
+    numbers: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,7 +147,7 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
     thread.join()
     if len(seen) < 2:
         raise RuntimeError(f"cannot learn the output shapes of {key}: {'; '.join(errors[-2:])}")
-    results = [r if isinstance(r, (tuple, list)) else (r,) for _, _, r in seen]
+    results = [_as_tensors(r) for _, _, r in seen]
     patches, items = [p for p, _, _ in seen], [n for _, n, _ in seen]
     rules = tuple(
         OutputRule(
@@ -152,7 +158,9 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
         )
         for i in range(len(results[0]))
     )
-    return ShapeRule(rules, isinstance(seen[0][2], (tuple, list)))
+    first = seen[0][2] if isinstance(seen[0][2], (tuple, list)) else (seen[0][2],)
+    numbers = tuple(i for i, r in enumerate(first) if not isinstance(r, Tensor))
+    return ShapeRule(rules, isinstance(seen[0][2], (tuple, list)), numbers)
 
 
 def _axis_rule(sizes: list[int], patches: list[int], items: list[int]) -> tuple[Any, ...]:
@@ -168,7 +176,7 @@ def _axis_rule(sizes: list[int], patches: list[int], items: list[int]) -> tuple[
     return ("unknown",)
 
 
-def arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> int | None:
-    """How many tensors the function returns as a tuple, or None when it returns one tensor."""
+def arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> tuple[int | None, tuple[int, ...]]:
+    """How many results the function returns as a tuple (None: one, no tuple), and which of them are numbers."""
     rule = shape_rule(key, columns, dtypes, constants)
-    return len(rule.outputs) if rule.is_tuple else None
+    return len(rule.outputs) if rule.is_tuple else None, rule.numbers

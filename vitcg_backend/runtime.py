@@ -192,6 +192,9 @@ class CompiledTower:
         for number, (kind, index) in enumerate(self.body.program.outputs):
             if kind == "metadata":  # as the unpadded grid gives it
                 results[number] = self._layouts.get(args, ask.layout, ask.rows, None).tensors[index].clone()
+        if self.body.tail is not None:
+            exact = self._layouts.get(args, ask.layout, ask.rows, None).tensors
+            results = self.body.tail(ask.rows // self.body.bound.symbols.unit, args, results, exact)
         return results
 
     def _take_rows(self, capture: Capture, rows: int) -> list[Any]:
@@ -210,7 +213,8 @@ class CompiledTower:
         arguments[bound.pixels] = args[bound.pixels].contiguous()
         with torch.no_grad():
             n = ask.rows // bound.symbols.unit
-            return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+            results = run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+            return results if self.body.tail is None else self.body.tail(n, args, results, values.tensors)
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""

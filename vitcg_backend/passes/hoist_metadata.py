@@ -7,7 +7,8 @@ Preconditions: `bind_tokens`.
 
 Cases: a node is 1. *free* when it depends on a module's state and on sizes only (a transposed weight): it is sunk into
 every piece that uses it; 2. *metadata* when it depends on the grid or on nothing, and on no state; equal metadata nodes
-are merged; 3. *body* otherwise. Parameters and buffers never enter the prologue, so that nothing made from them can go
+are merged; 3. *tail* when it depends on the pixels and has a size that is not ``c * n + d``, or comes after one that has;
+4. *body* otherwise. Parameters and buffers never enter the prologue, so that nothing made from them can go
 stale: an edit through ``.data`` leaves no trace that a cache could see.
 
 Before::
@@ -34,9 +35,9 @@ from torch import fx
 from .bind_tokens import Bound
 from .graph import Ineligible, Role, is_size
 
-__all__ = ["BODY", "FREE", "PROLOGUE", "Hoisted", "hoist_metadata"]
+__all__ = ["BODY", "FREE", "PROLOGUE", "TAIL", "Hoisted", "hoist_metadata"]
 
-FREE, PROLOGUE, BODY = "free", "prologue", "body"
+FREE, PROLOGUE, BODY, TAIL = "free", "prologue", "body", "tail"
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Hoisted:
         prologue: module of its inputs (see `prologue_inputs`) that returns the metadata tensors.
         prologue_inputs: positions of the call's arguments that the prologue takes.
         metadata: the nodes of the bound graph that the prologue returns, in order.
-        kind: node -> free, prologue or body.
+        kind: node -> free, prologue, body or tail.
     """
 
     bound: Bound
@@ -62,9 +63,11 @@ def hoist_metadata(bound: Bound) -> Hoisted:
     """Take the metadata out of the graph (see the module's text).
 
     Raises:
-        Ineligible: nothing in the graph depends on the pixels, or an input of the prologue cannot be followed.
+        Ineligible: nothing in the graph depends on the pixels, attention comes after a size that nobody knows, or an input of
+            the prologue cannot be followed.
     """
     kind = _classify(bound)
+    _mark_tail(bound, kind)
     _merge_equal(bound, kind)
     nodes = [n for n in bound.gm.graph.nodes if n.op not in ("placeholder", "output")]
     used = [n for n in nodes if kind[n] == PROLOGUE and not is_size(n.meta["val"]) and _leaves(n, kind)]
@@ -99,6 +102,23 @@ def _classify(bound: Bound) -> dict[fx.Node, str]:
     return kind
 
 
+def _mark_tail(bound: Bound, kind: dict[fx.Node, str]) -> None:
+    for node in bound.gm.graph.nodes:
+        if kind.get(node) != BODY or node.op == "placeholder":
+            continue
+        if any(kind.get(i) == TAIL for i in node.all_input_nodes) or _has_unknown_size(node.meta["val"], bound):
+            kind[node] = TAIL
+            if "varlen_attention" in str(node.target):
+                raise Ineligible("unknown_size", f"{node.format_node()}: attention over rows that no bucket fixes")
+
+
+def _has_unknown_size(value: Any, bound: Bound) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_unknown_size(part, bound) for part in value)
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,) if isinstance(value, torch.SymInt) else ()
+    return any(isinstance(s, torch.SymInt) and bound.symbols.linear(s) is None for s in sizes)
+
+
 def _merge_equal(bound: Bound, kind: dict[fx.Node, str]) -> None:
     """Merge equal prologue nodes; they are pure, metadata operators included."""
     first: dict[Any, fx.Node] = {}
@@ -114,7 +134,13 @@ def _merge_equal(bound: Bound, kind: dict[fx.Node, str]) -> None:
 
 
 def _leaves(node: fx.Node, kind: dict[fx.Node, str]) -> bool:
-    return any(user.op == "output" or kind[user] == BODY for user in node.users)
+    """Whether anything outside the prologue reads a node, its sizes included."""
+    for user in node.users:
+        if user.op == "output" or kind[user] in (BODY, TAIL):
+            return True
+        if is_size(user.meta["val"]) and _leaves(user, kind):
+            return True
+    return False
 
 
 def _gives_segments(node: fx.Node) -> bool:
