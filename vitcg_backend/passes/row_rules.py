@@ -44,9 +44,9 @@ class Rows:
         gather: Callable[[fx.Node, int, int], None],
     ) -> None:
         self.node, self.symbols, self._rows_of, self.gather = node, symbols, rows_of, gather
-        found = [(source, rows_of(source.meta.get("val"))) for source in node.all_input_nodes]
+        found = [(source, rows_of(_read_parts(source))) for source in node.all_input_nodes]
         self.inputs = [(source, *place) for source, place in found if place is not None]
-        self.output: Any = rows_of(node.meta["val"])
+        self.output: Any = rows_of(_read_parts(node))
 
     @property
     def output_carries(self) -> bool:
@@ -103,6 +103,15 @@ class Rows:
         """Exactly one input carries tokens."""
         if len(self.inputs) != 1:
             raise Refusal("has several inputs with a token axis")
+
+
+def _read_parts(node: fx.Node) -> Any:
+    """The value of a node; of a tuple the parts that something reads."""
+    value = node.meta.get("val")
+    if not isinstance(value, (tuple, list)):
+        return value
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return tuple(part for i, part in enumerate(value) if i in read)
 
 
 @dataclass(frozen=True)
@@ -304,6 +313,29 @@ def _full(rows: Rows) -> str:
     raise Refusal("is given a tensor")
 
 
+@rule(prims.iota.default, shape_argument=0, creates=lambda rows: "row i is i, however many rows there are")
+def _iota(rows: Rows) -> str:
+    raise Refusal("is given a tensor")
+
+
+@rule(*_overloads("_embedding_bag", "_embedding_bag_forward_only"))
+def _embedding_bag(rows: Rows) -> str:
+    table, indices, offsets = rows.node.args[:3]
+    weights = rows.argument(6, "per_sample_weights")
+    if rows.of(table) is not None or rows.of(indices) is None or rows.of(offsets) is None or rows.argument(7, "include_last"):
+        raise Refusal("looks bags up in a table that carries tokens, or in unknown bags")
+    taken, bags = rows.of(indices)[1], rows.of(offsets)[1]
+    start, step = offsets.kwargs.get("start"), offsets.kwargs.get("step")
+    if offsets.target is not prims.iota.default or start != 0 or step * bags != taken:
+        raise Refusal("looks up bags that are not equally long")
+    if weights is not None and rows.of(weights) != (0, taken):
+        raise Refusal("weighs bags by something whose rows are not aligned")
+    if {user.args[1] for user in rows.node.users} != {0}:
+        raise Refusal("reads the bookkeeping of bags")
+    rows.keep(bags)
+    return "equally long bags of a table without tokens"
+
+
 @rule(*_overloads("full_like", "zeros_like", "ones_like"))
 def _full_like(rows: Rows) -> str:
     rows.keep()
@@ -328,6 +360,14 @@ def _slice(rows: Rows) -> str:
         whole = start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62))
         if not whole or rows.argument(4, "step", 1) != 1:
             raise Refusal("slices the token axis")
+    rows.keep()
+    return "not along the token axis"
+
+
+@rule(*_overloads("flip"), prims.rev.default)
+def _flip(rows: Rows) -> str:
+    if rows.axis in rows.dims(rows.argument(1, "dims")):
+        raise Refusal("reverses the token axis")
     rows.keep()
     return "not along the token axis"
 
