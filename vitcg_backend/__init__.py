@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .backend import reset, stats, vitcg
     from .counters import BucketStats, CallRecord, Stats
     from .errors import AttentionUnavailable, OptionError, Refused, VitcgError
+    from .lowering import register_lowering
     from .options import Options
 
 _HOME = {
@@ -28,6 +29,7 @@ _HOME = {
     "Refused": "errors",
     "Stats": "counters",
     "VitcgError": "errors",
+    "register_lowering": "lowering",
     "reset": "backend",
     "stats": "backend",
     "vitcg": "backend",

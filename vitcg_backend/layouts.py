@@ -107,7 +107,7 @@ class LayoutCache:
             Misfit: the padded layout is not safe.
             Exception: whatever the tower's own metadata functions raise for a bad grid.
         """
-        if not keep:
+        if not keep or self.body.hoisted.reads_state:
             return self._compute(args, layout, rows, bucket)
         key = (layout, rows, bucket)
         values = self._values.get(key)

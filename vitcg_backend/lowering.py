@@ -4,9 +4,8 @@ Eager code is never touched: `torch.compiler.substitute_in_graph` replaces a Pyt
 each substitute here acts as the original unless our backend is the one being compiled for. What is lowered is found by
 convention, not by a list of models:
 
-* a metadata function is named ``get_vision_*``, takes ``grid_thw`` or ``target_sizes`` first and ``kwargs`` last, and lives in
-  `transformers.vision_utils` or in a modelling file. It becomes one `vitcg::metadata` node. Values that the caller supplies
-  through ``kwargs`` win, as in eager.
+* a metadata function becomes one `vitcg::metadata` node: what that is, `metadata_lowering.py` says. Values that the caller
+  supplies through ``kwargs`` win, as in eager. `register_lowering` adds functions that the convention does not find.
 * an attention function that is called with ``cu_seq_lens_q`` (packed, not causal, no mask) becomes
   `vitcg::varlen_attention`. To reach that branch `is_flash_attention_requested` answers True where its caller holds
   ``cu_seqlens`` and the configured attention is one of those lowered here.
@@ -17,27 +16,25 @@ lowered after all (dropout in training, say), too, the trace starts again with l
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
 import inspect
 import sys
-import textwrap
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import _torch, ops
+from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
-from .marking import is_refused, mark_inputs, refuse
+from .marking import is_refused, refuse
+from .metadata_lowering import GRID_NAMES, grid_parameter, is_metadata, make_metadata, untouched
 
-__all__ = ["import_metadata_functions", "install", "lowered_functions"]
+__all__ = ["import_metadata_functions", "install", "lowered_functions", "register_lowering"]
 
 log = _torch.log
-_GRID_NAMES = ("grid_thw", "target_sizes")
 _lock = threading.Lock()
 _lowered: dict[int, Callable[..., Any]] = {}  # id of an original -> the original, kept alive so that the id stays its own
 _scanned = 0
@@ -82,13 +79,58 @@ def import_metadata_functions() -> None:
 
 
 def _install_module(module: types.ModuleType) -> None:
-    for name, function in list(vars(module).items()):
+    for name, function in _functions(module):
         if not isinstance(function, types.FunctionType) or function.__module__ != module.__name__:
             continue
-        if name.startswith("get_vision_") and _is_metadata(function):
-            _substitute(function, _make_metadata)
+        if is_metadata(function):
+            _substitute(function, _metadata)
         elif name == "eager_attention_forward":
             _substitute(function, _make_attention)
+
+
+def _functions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """Functions of a module and static methods of its classes."""
+    for name, value in list(vars(module).items()):
+        yield name, value
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            yield from ((n, method.__func__) for n, method in list(vars(value).items()) if isinstance(method, staticmethod))
+
+
+def register_lowering(function: Callable[..., Any], *, grid: str | None = None) -> None:
+    """Teach the backend a function that computes metadata with Python loops over a grid.
+
+    While Dynamo traces for this backend the function becomes one operator, and the tower around it one graph. Everywhere else it
+    is what it was. Call it before the tower is compiled.
+
+    Args:
+        function: a function or static method that gets the grid, numbers, texts and None, per-item tensors of integers, and
+            weights, and returns a tensor or a tuple of tensors and whole numbers. It must depend on these arguments alone,
+            and what it returns for the rows of an item must not depend on the items after it: that is checked for each
+            layout. (A method that takes `self` cannot be registered: move its loop into a function.)
+        grid: name of the parameter that is the grid: ``[items, 3]`` (frames, height, width) or ``[items, 2]`` (height, width), in
+            patches. Default: the parameter with one of the usual names.
+
+    Raises:
+        TypeError: `function` is not a plain Python function.
+        ValueError: it has no such parameter.
+    """
+    function = function.__func__ if isinstance(function, staticmethod) else function
+    if not isinstance(function, types.FunctionType):
+        what = f"register_lowering takes a plain Python function, not {type(function).__name__} {function!r}"
+        raise TypeError(f"{what}. Move the loop of a method into a function that gets the grid.")
+    name = grid or grid_parameter(function)
+    parameters = list(inspect.signature(function).parameters)
+    if name not in parameters:
+        raise ValueError(
+            f"{function.__qualname__}({', '.join(parameters)}) has no parameter {name or 'of a usual name'} for the grid; "
+            f"usual names are {', '.join(GRID_NAMES)}; name another with grid=..."
+        )
+    with _lock:
+        _substitute(function, functools.partial(make_metadata, active=_active, grid_name=name))
+
+
+def _metadata(function: types.FunctionType) -> Callable[..., Any]:
+    return make_metadata(function, active=_active, grid_name=grid_parameter(function) or "")
 
 
 def _substitute(function: Any, make: Callable[[Any], Callable[..., Any] | None]) -> None:
@@ -111,15 +153,6 @@ def _attention_functions() -> dict[str, Callable[..., Any]]:
     modeling = sys.modules.get("transformers.modeling_utils")
     registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", {})
     return {name: registry[name] for name in names if name in registry}
-
-
-def _untouched(function: types.FunctionType) -> Callable[..., Any]:
-    """A copy that Dynamo inlines as it is: the substitution goes by the identity of the original."""
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 # --- what runs on real values while Dynamo traces -------------------------------------------------------------------
@@ -182,105 +215,11 @@ def _attends_here(implementation: str | None) -> bool:
     return function is not None and id(function) in _lowered
 
 
-@torch._dynamo.assume_constant_result
-def _mark_inputs() -> None:
-    mark_inputs()
-
-
-@torch._dynamo.assume_constant_result
-def _constants(*items: tuple[str, Any]) -> str:
-    return ops.encode_constants(items)
-
-
-@torch._dynamo.assume_constant_result
-def _arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> Any:
-    try:
-        return ops.arity(key, columns, dtypes, constants)
-    except RuntimeError as error:
-        refuse(str(error))
-        raise
-
-
 # --- the substitutes, inlined by Dynamo -----------------------------------------------------------------------------
 
 
-def _is_metadata(function: types.FunctionType) -> bool:
-    parameters = list(inspect.signature(function).parameters)
-    if len(parameters) < 2 or parameters[0] not in _GRID_NAMES or parameters[-1] != "kwargs":
-        return False
-    return not _delegates(function)
-
-
-def _delegates(function: types.FunctionType) -> bool:
-    """Whether `function` hands its kwargs to another metadata function: then it is inlined, and that one is lowered."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id.startswith("get_vision_")
-        and any(keyword.arg == "kwargs" for keyword in node.keywords)
-        for node in ast.walk(tree)
-    )
-
-
-def _popped_keys(function: types.FunctionType) -> tuple[str, ...]:
-    """Keys that `function` pops from ``kwargs``, read from its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return tuple(
-        str(node.args[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "pop"
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "kwargs"
-        and isinstance(node.args[0], ast.Constant)
-    )
-
-
-def _make_metadata(original: types.FunctionType) -> Callable[..., Any]:
-    parameters = list(inspect.signature(original).parameters.values())
-    names = tuple(p.name for p in parameters)
-    defaults = tuple((p.name, p.default) for p in parameters if p.default is not p.empty)
-    popped = _popped_keys(original)
-    key = f"{original.__module__.rpartition('.')[2]}.{original.__name__}"
-    ops.register_function(key, original)
-    copy = _untouched(original)
-
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        if not _active():
-            return copy(*args, **kwargs)
-        bound = dict(defaults)
-        for name, value in zip(names, args):  # noqa: B905  fewer arguments than names is the rule
-            bound[name] = value
-        bound.update(kwargs)
-        caller = bound.pop("kwargs")
-        grid = bound.pop(names[0])
-        _mark_inputs()
-        if caller is not None and popped and all(caller.get(k) is not None for k in popped):
-            return copy(grid, kwargs=caller, **bound)
-        if caller is not None:
-            for k in popped:
-                caller.pop(k, None)
-        tensors: list[Tensor] = []
-        items: list[tuple[str, Any]] = []
-        for name, value in bound.items():
-            if isinstance(value, Tensor):
-                items.append((name, {"tensor": len(tensors)}))
-                tensors.append(value)
-            else:
-                items.append((name, value))
-        constants = _constants(*items)
-        count, numbers = _arity(key, grid.shape[1], tuple(t.dtype for t in tensors), constants)
-        tensors_out = torch.ops.vitcg.metadata(key, grid, tensors, constants)
-        outputs = tuple(t.shape[0] if i in numbers else t for i, t in enumerate(tensors_out))
-        return outputs[0] if count is None else outputs
-
-    return lowered
-
-
 def _make_max_seqlen(original: types.FunctionType) -> Callable[..., Any]:
-    copy = _untouched(original)
+    copy = untouched(original)
 
     def lowered(cu_seqlens: Any, config: Any, kwargs: Any = None, kwarg_name: str = "max_seqlen") -> Any:
         if not _active() or not _attends_here_constant(config._attn_implementation):
@@ -292,7 +231,7 @@ def _make_max_seqlen(original: types.FunctionType) -> Callable[..., Any]:
 
 
 def _make_flash_requested(original: types.FunctionType) -> Callable[..., Any]:
-    copy = _untouched(original)
+    copy = untouched(original)
 
     def lowered(config: Any = None, requested_attention_implementation: Any = None, version: Any = None) -> Any:
         if config is not None and version is None and _active() and _is_packed(config._attn_implementation):
@@ -303,7 +242,7 @@ def _make_flash_requested(original: types.FunctionType) -> Callable[..., Any]:
 
 
 def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
-    copy = _untouched(original)
+    copy = untouched(original)
     has_own_packed_branch = "flash" in original.__name__
 
     def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:

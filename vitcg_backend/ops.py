@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["METADATA", "ShapeRule", "arity", "encode_constants", "register_function", "shape_rule"]
+__all__ = ["METADATA", "ShapeRule", "arity", "encode_constants", "register_function", "shape_rule", "spec_of"]
 
 _PROBES = (
     ((1, 8, 8),),
@@ -30,6 +30,14 @@ _PROBES = (
     ((2, 8, 8), (2, 16, 8), (2, 8, 24)),
 )
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+Spec = tuple[torch.dtype, tuple[int, ...] | None]
+"""A tensor argument besides the grid: dtype and shape, the shape None for one entry (or row) an item."""
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """Weights are of floating point and have fixed shapes; what is integer belongs to items."""
+    return tensor.dtype, tuple(int(s) for s in tensor.shape) if tensor.is_floating_point() else None
 
 
 def register_function(key: str, function: Callable[..., Any]) -> None:
@@ -56,15 +64,22 @@ def _call(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str) -> 
 def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
     outputs = _as_tensors(_call(key, grid, tensors, constants))
     # An operator's output may not be its input; a function that makes its tensors on the host leaves them there.
-    return [output.clone() if output is grid else output.to(grid.device).contiguous() for output in outputs]
+    home, given = _home(grid, tensors), {id(t) for t in (grid, *tensors)}
+    return [output.clone() if id(output) in given else output.to(home).contiguous() for output in outputs]
 
 
 @_metadata.register_fake
 def _(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
-    rules = shape_rule(key, int(grid.shape[1]), tuple(t.dtype for t in tensors), constants)
+    rules = shape_rule(key, int(grid.shape[1]), tuple(spec_of(t) for t in tensors), constants)
     follows = [axis[2] for rule in rules.outputs for axis in rule.axes if axis[0] == "patches"]
     patches = tokens if tokens is not None or not follows else _patches_of(grid, min(follows))
-    return [rule.empty(grid, patches) for rule in rules.outputs]
+    home = _home(grid, tensors)
+    return [rule.empty(grid, patches, home) for rule in rules.outputs]
+
+
+def _home(grid: Tensor, tensors: Sequence[Tensor]) -> torch.device:
+    """Where results live: with the weights, or else with the grid."""
+    return next((t.device for t in tensors if t.is_floating_point()), grid.device)
 
 
 def _as_tensors(result: Any) -> tuple[Tensor, ...]:
@@ -99,8 +114,8 @@ class OutputRule:
     axes: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
 
-    def empty(self, grid: Tensor, patches: Any) -> Tensor:
-        """An uninitialised (fake) tensor of this shape beside `grid`."""
+    def empty(self, grid: Tensor, patches: Any, device: torch.device) -> Tensor:
+        """An uninitialised (fake) tensor of this shape."""
         sizes = []
         for kind, *args in self.axes:
             if kind == "constant":
@@ -111,7 +126,7 @@ class OutputRule:
                 sizes.append(grid.shape[0] + args[0])
             else:
                 sizes.append(_torch.fresh_size())
-        return grid.new_empty(sizes, dtype=self.dtype)
+        return grid.new_empty(sizes, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,7 @@ class ShapeRule:
 
 
 @functools.lru_cache(maxsize=256)
-def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> ShapeRule:
+def shape_rule(key: str, columns: int, specs: tuple[Spec, ...], constants: str) -> ShapeRule:
     """Learn the output shapes of a metadata function from small grids.
 
     Raises:
@@ -136,7 +151,10 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
     def probe() -> None:
         for rows in _PROBES:
             grid = torch.tensor(rows)[:, 3 - columns :].clone()
-            extra = [torch.full((len(rows),), 2, dtype=dtype) for dtype in dtypes]
+            extra = [
+                torch.full((len(rows),), 2, dtype=dtype) if shape is None else torch.zeros(shape, dtype=dtype)
+                for dtype, shape in specs
+            ]
             try:
                 seen.append((int(grid.prod(1).sum()), len(rows), _call(key, grid, extra, constants)))
             except Exception as error:  # e.g. a function that takes one frame an item; the other probes decide
@@ -176,7 +194,7 @@ def _axis_rule(sizes: list[int], patches: list[int], items: list[int]) -> tuple[
     return ("unknown",)
 
 
-def arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> tuple[int | None, tuple[int, ...]]:
+def arity(key: str, columns: int, specs: tuple[Spec, ...], constants: str) -> tuple[int | None, tuple[int, ...]]:
     """How many results the function returns as a tuple (None: one, no tuple), and which of them are numbers."""
-    rule = shape_rule(key, columns, dtypes, constants)
+    rule = shape_rule(key, columns, specs, constants)
     return len(rule.outputs) if rule.is_tuple else None, rule.numbers

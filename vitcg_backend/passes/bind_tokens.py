@@ -38,8 +38,9 @@ from .. import _torch
 from ..ops import METADATA
 from .graph import Ineligible, Role, Symbols, source_line, where
 
-__all__ = ["Bound", "bind_tokens", "give_tokens"]
+__all__ = ["METADATA_TARGETS", "Bound", "bind_tokens", "give_tokens"]
 
+METADATA_TARGETS = (METADATA, torch.ops.vitcg.metadata)
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch._check, torch.sym_constrain_range_for_size}
 if hasattr(torch.ops.aten, "sym_constrain_range_for_size"):
     _ASSERTS |= {torch.ops.aten.sym_constrain_range_for_size.default, torch.ops.aten.sym_constrain_range.default}
@@ -170,7 +171,7 @@ def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None, width: int =
 
 
 def _metadata_nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.target in (METADATA, torch.ops.vitcg.metadata)]
+    return [node for node in gm.graph.nodes if node.target in METADATA_TARGETS]
 
 
 def _token_input(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:

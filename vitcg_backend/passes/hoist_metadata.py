@@ -7,7 +7,7 @@ Preconditions: `bind_tokens`.
 
 Cases: a node is 1. *free* when it depends on a module's state and on sizes only (a transposed weight): it is sunk into
 every piece that uses it; 2. *metadata* when it depends on the grid or on nothing, and on no state; equal metadata nodes
-are merged; 3. *tail* when it depends on the pixels and has a size that is not ``c * n + d``, or comes after one that has;
+are merged, and a metadata operator that reads weights is one, too, after which the prologue is never kept; 3. *tail* when it depends on the pixels and has a size that is not ``c * n + d``, or comes after one that has;
 4. *body* otherwise. Parameters and buffers never enter the prologue, so that nothing made from them can go
 stale: an edit through ``.data`` leaves no trace that a cache could see.
 
@@ -26,13 +26,14 @@ After::
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .bind_tokens import Bound
+from .bind_tokens import METADATA_TARGETS, Bound
 from .graph import Ineligible, Role, is_size
 
 __all__ = ["BODY", "FREE", "PROLOGUE", "TAIL", "Hoisted", "hoist_metadata"]
@@ -48,6 +49,7 @@ class Hoisted:
         bound: the graph it came from.
         prologue: module of its inputs (see `prologue_inputs`) that returns the metadata tensors.
         prologue_inputs: positions of the call's arguments that the prologue takes.
+        reads_state: whether the prologue reads weights, so that it must run in each call.
         metadata: the nodes of the bound graph that the prologue returns, in order.
         kind: node -> free, prologue, body or tail.
     """
@@ -55,6 +57,7 @@ class Hoisted:
     bound: Bound
     prologue: fx.GraphModule
     prologue_inputs: tuple[int, ...]
+    reads_state: bool
     metadata: list[fx.Node]
     kind: dict[fx.Node, str]
 
@@ -75,8 +78,9 @@ def hoist_metadata(bound: Bound) -> Hoisted:
         raise Ineligible("no_body", "nothing in this graph depends on the pixels")
     used = [n for n in used if isinstance(n.meta["val"], torch.Tensor)]
     used += [n for n in bound.placeholders if n.meta["role"] == Role.EXTRA and _gives_segments(n)]
-    prologue, inputs = _extract(bound, [n for n in nodes if kind[n] == PROLOGUE], used)
-    return Hoisted(bound, prologue, inputs, used, kind)
+    prologue, inputs = _extract(bound, [n for n in nodes if kind[n] in (PROLOGUE, FREE)], used)
+    reads_state = any(bound.placeholders[i].meta["role"] == Role.STATE for i in inputs)
+    return Hoisted(bound, prologue, inputs, reads_state, used, kind)
 
 
 def _classify(bound: Bound) -> dict[fx.Node, str]:
@@ -95,6 +99,10 @@ def _classify(bound: Bound) -> dict[fx.Node, str]:
         weight[node] = any(weight[i] for i in inputs)
         if BODY in kinds:
             kind[node] = BODY
+        elif node.target in METADATA_TARGETS or (
+            node.target is operator.getitem and node.args[0].target in METADATA_TARGETS  # type: ignore[union-attr]
+        ):
+            kind[node] = PROLOGUE  # also with weights among its inputs: it works on the host and cannot be captured
         elif PROLOGUE in kinds or not weight[node]:
             kind[node] = BODY if weight[node] else PROLOGUE
         else:
