@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .backend import reset, stats, vitcg
     from .counters import BucketStats, CallRecord, Stats
     from .errors import AttentionUnavailable, OptionError, Refused, VitcgError
+    from .families import FamilyStatus, families
     from .lowering import register_lowering
     from .options import Options
 
@@ -24,11 +25,13 @@ _HOME = {
     "AttentionUnavailable": "errors",
     "BucketStats": "counters",
     "CallRecord": "counters",
+    "FamilyStatus": "families",
     "OptionError": "errors",
     "Options": "options",
     "Refused": "errors",
     "Stats": "counters",
     "VitcgError": "errors",
+    "families": "families",
     "register_lowering": "lowering",
     "reset": "backend",
     "stats": "backend",

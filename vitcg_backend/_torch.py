@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -52,6 +54,7 @@ __all__ = [
     "release_workspaces",
     "trace_artifact",
     "unowned",
+    "user_line",
 ]
 
 _MARKS = ("_dynamo_unbacked_indices", "_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices")
@@ -101,9 +104,10 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
 
     def hook() -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, Exception) and not isinstance(error, expected):
-            if is_data_dependent(error) or not isinstance(error, exc.Unsupported):
-                failed(error)
+        if not isinstance(error, Exception) or isinstance(error, expected):
+            return
+        if is_data_dependent(error) or not isinstance(error, exc.Unsupported):
+            failed(error)
 
     trace.output.add_cleanup_hook(hook)
 
@@ -113,6 +117,13 @@ def is_data_dependent(error: BaseException) -> bool:
     while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     return error is not None
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of a model's code in the text of an error of Dynamo: ``file.py:12 code``, or an empty text."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.+)', str(error))
+    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]} {own[-1][2].strip()}" if own else ""
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from .attention import KERNELS, VarlenKernel, choose
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
-from .marking import clear_marks
+from .marking import clear_marks, steps_taken
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .runtime import CompiledTower
@@ -59,7 +59,7 @@ def vitcg(
     parsed = Options.parse(options, mode)
     lowering.install()
     clear_marks()
-    counters = Stats(graphs=1)
+    counters = Stats(graphs=1, refusals=steps_taken())
     dump = Dump(parsed.dump_dir)
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -82,6 +82,7 @@ class LayoutCache:
         self.body = body
         self.kernel = kernel
         self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
+        self._items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
 
     def __len__(self) -> int:
@@ -109,7 +110,10 @@ class LayoutCache:
         """
         if not keep or self.body.hoisted.reads_state:
             return self._compute(args, layout, rows, bucket)
-        key = (layout, rows, bucket)
+        items = tuple(tuple(args[i].tolist()) for i in self._items)
+        if any(len(i) != len(layout or ()) for i in items):
+            return self._compute(args, layout, rows, bucket)
+        key = (layout, items, rows, bucket)
         values = self._values.get(key)
         if values is None:
             values = self._compute(args, layout, rows, bucket)
@@ -151,6 +155,8 @@ class LayoutCache:
             node, value = bound.placeholders[position], args[position]
             if node.meta["role"] == Role.GRID and tail:
                 value = torch.tensor([*layout, *tail], dtype=value.dtype, device=value.device)  # type: ignore[misc]
+            elif node.meta["role"] == Role.ITEMS and tail:  # a merge size of 1 suits every dummy item
+                value = torch.cat([value, value.new_ones(len(tail))])
             elif node.meta["role"] == Role.SIZE:
                 form = bound.symbols.linear(node.meta["val"])
                 value = grid_items if form is None else form[0] * n + form[1]
@@ -180,9 +186,7 @@ class LayoutCache:
             if not torch.equal(real, b):
                 raise Misfit("metadata_differs", f"metadata {node.name} of {rows} real rows depends on the padding")
 
-    def _with_segments(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], bucket: Bucket | None
-    ) -> LayoutValues:
+    def _with_segments(self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], bucket: Bucket | None) -> LayoutValues:
         segments, bounds, most = {}, {}, 0
         for index, cu in lists.items():
             count = len(cu) - 1

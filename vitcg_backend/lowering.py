@@ -99,16 +99,16 @@ def _functions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
 def register_lowering(function: Callable[..., Any], *, grid: str | None = None) -> None:
     """Teach the backend a function that computes metadata with Python loops over a grid.
 
-    While Dynamo traces for this backend the function becomes one operator, and the tower around it one graph. Everywhere else it
-    is what it was. Call it before the tower is compiled.
+    While Dynamo traces for this backend the function becomes one operator, and the tower around it one graph. Everywhere
+    else it is what it was. Call it before the tower is compiled.
 
     Args:
         function: a function or static method that gets the grid, numbers, texts and None, per-item tensors of integers, and
             weights, and returns a tensor or a tuple of tensors and whole numbers. It must depend on these arguments alone,
             and what it returns for the rows of an item must not depend on the items after it: that is checked for each
             layout. (A method that takes `self` cannot be registered: move its loop into a function.)
-        grid: name of the parameter that is the grid: ``[items, 3]`` (frames, height, width) or ``[items, 2]`` (height, width), in
-            patches. Default: the parameter with one of the usual names.
+        grid: name of the parameter that is the grid: ``[items, 3]`` (frames, height, width) or ``[items, 2]`` (height,
+            width), in patches. Default: the parameter with one of the usual names.
 
     Raises:
         TypeError: `function` is not a plain Python function.
@@ -200,7 +200,22 @@ def _is_packed(implementation: str | None) -> bool:
         caller = caller.parent
     if caller is None or not any(name.startswith(("cu_seqlens", "cu_seq_lens")) for name in caller.symbolic_locals):
         return False
-    return _attends_here(implementation)
+    answer = _attends_here(implementation)
+    if answer:
+        trace.output._vitcg_packed = {*getattr(trace.output, "_vitcg_packed", ()), caller.f_code}
+    return answer
+
+
+@torch._dynamo.assume_constant_result
+def _in_packed_branch() -> bool:
+    """Whether the code that calls attention is in the branch that `_is_packed` opened: elsewhere SDPA ignores cu_seqlens."""
+    trace = _torch.current_trace()
+    caller, opened = trace.output.current_tx, getattr(trace.output, "_vitcg_packed", ())
+    while caller is not None:
+        if caller.f_code in opened:
+            return True
+        caller = caller.parent
+    return False
 
 
 @torch._dynamo.assume_constant_result
@@ -248,6 +263,8 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
     def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None or not _active():
+            return copy(module, query, key, value, attention_mask, *args, **kwargs)
+        if not has_own_packed_branch and not _in_packed_branch():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         is_causal = kwargs.get("is_causal")
         if is_causal is None:

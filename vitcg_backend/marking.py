@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["clear_marks", "is_refused", "mark_inputs", "refuse"]
+__all__ = ["clear_marks", "is_refused", "mark_inputs", "refuse", "steps_taken"]
 
 log = _torch.log
 
@@ -59,13 +59,24 @@ def mark_inputs() -> None:
         return
     with _torch.real_tensors():
         total = int(grid.prod(1).sum())
-    _torch.mark_rows(grid, 0, unbacked=not getattr(trace.speculation_log, "_vitcg_backed", False))
+    unbacked = not getattr(trace.speculation_log, "_vitcg_backed", None)
+    _torch.mark_rows(grid, 0, unbacked=unbacked)
     for tensor in tensors:
+        if _belongs_to_items(tensor, grid) and not _torch.is_marked(tensor):
+            _torch.mark_rows(tensor, 0, unbacked=unbacked)
         axis = _token_axis(tensor, total)
         if tensor is not grid and axis is not None and not _torch.is_marked(tensor):
             _torch.mark_rows(tensor, axis, unbacked=False)
     trace.speculation_log.clear()
     raise _torch.TraceRestart("vitcg: the rows of the pixels and of the grid are dynamic")
+
+
+def steps_taken() -> dict[str, str]:
+    """Reason -> text of the steps that the running compile has taken back."""
+    trace = _torch.current_trace()
+    steps = {"host_loop": "_vitcg_backed", "not_lowered": "_vitcg_refused"}
+    found = {reason: getattr(trace.speculation_log, name, None) for reason, name in steps.items()} if trace else {}
+    return {reason: text for reason, text in found.items() if text}
 
 
 def clear_marks() -> None:
@@ -86,6 +97,11 @@ def _token_axis(tensor: Tensor, total: int) -> int | None:
     return None
 
 
+def _belongs_to_items(tensor: Tensor, grid: Tensor) -> bool:
+    """Whether a tensor holds one whole number an item, as merge sizes do."""
+    return tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64) and len(tensor) == len(grid)
+
+
 def _step_back_on_failure(trace: Any) -> None:
     """See Note [Steps back]."""
     if getattr(trace.output, "_vitcg_watched", False):
@@ -95,9 +111,9 @@ def _step_back_on_failure(trace: Any) -> None:
     def failed(error: BaseException) -> None:
         steps = trace.speculation_log
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if _torch.is_data_dependent(error) and not getattr(steps, "_vitcg_backed", False):
+        if _torch.is_data_dependent(error) and not getattr(steps, "_vitcg_backed", None):
             log.info("vitcg traces a frame again, its grid's rows merely dynamic: %s", reason)
-            steps._vitcg_backed = True
+            steps._vitcg_backed = f"the tower's own code needs the number of items: {_torch.user_line(error) or reason}"
             _restart(trace, "vitcg: the rows of the grid cannot be unknown here", error)
         log.warning("vitcg lowers nothing in a frame whose trace failed: %s", reason)
         steps._vitcg_refused = reason

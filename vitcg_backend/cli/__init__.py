@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import demo
+from . import demo, families
 from .errors import UserError
 
 __all__ = ["main"]
 
 PROGRAM = "python -m vitcg_backend"
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "families": families}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique piece, at ATen level: the trace,
-`prove_padding`, the rewrites, Inductor.
+On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique
+piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
 from __future__ import annotations

@@ -96,6 +96,8 @@ def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound
     grid = _grid_input(placeholders, metadata)
     for node in placeholders:
         node.meta["role"] = Role.GRID if node is grid else _role(node)
+        if grid is not None and node.meta["role"] == Role.EXTRA and _belongs_to_items(node, grid):
+            node.meta["role"] = Role.ITEMS
     pixels, axis, size = _pixel_input(placeholders)
     pixels.meta["role"] = Role.PIXELS
     index = {node: i for i, node in enumerate(placeholders)}
@@ -141,7 +143,8 @@ def _sizes(value: Any) -> list[torch.SymInt]:
         return [value]
     if isinstance(value, (tuple, list)):
         return [size for part in value for size in _sizes(part)]
-    return [s for s in value.shape if isinstance(s, torch.SymInt)] if isinstance(value, Tensor) else []
+    sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None, width: int = 1) -> None:
@@ -272,6 +275,14 @@ def _grid_input(placeholders: list[fx.Node], metadata: list[fx.Node]) -> fx.Node
     if metadata and len(grids) != 1:
         raise Ineligible("grid", f"the metadata comes from {len(grids)} grid inputs, expected one")
     return grids[0] if grids else None
+
+
+def _belongs_to_items(node: fx.Node, grid: fx.Node) -> bool:
+    """Whether an input holds one whole number for each row of the grid (`marking.py` marks both alike)."""
+    value, rows = node.meta["example_value"], grid.meta["example_value"].shape[0]
+    if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool(_hint(value.shape[0]) == _hint(rows))
 
 
 def _pixel_input(placeholders: list[fx.Node]) -> tuple[fx.Node, int, torch.SymInt]:

@@ -120,6 +120,8 @@ class _Builder:
     def use(self, node: fx.Node) -> Any:
         """The value of a node in the tail's graph."""
         value = node.meta["val"]
+        if isinstance(value, torch.Size) and all(self.symbols.linear(size) for size in value):
+            return tuple(self._size(*self.symbols.linear(size)) for size in value)  # type: ignore[misc]
         if node not in self.copies:
             form = self.symbols.linear(value) if isinstance(value, (int, torch.SymInt)) else None
             if form is not None:

@@ -7,9 +7,10 @@ Preconditions: `bind_tokens`.
 
 Cases: a node is 1. *free* when it depends on a module's state and on sizes only (a transposed weight): it is sunk into
 every piece that uses it; 2. *metadata* when it depends on the grid or on nothing, and on no state; equal metadata nodes
-are merged, and a metadata operator that reads weights is one, too, after which the prologue is never kept; 3. *tail* when it depends on the pixels and has a size that is not ``c * n + d``, or comes after one that has;
-4. *body* otherwise. Parameters and buffers never enter the prologue, so that nothing made from them can go
-stale: an edit through ``.data`` leaves no trace that a cache could see.
+are merged; 3. *tail* when it depends on the pixels and has a size that is not ``c * n + d``, or comes after one that has;
+4. *body* otherwise. Parameters and buffers enter the prologue only where a metadata operator reads them (it works on the
+host and cannot be captured), and then the prologue runs in each call (`reads_state`): nothing made from them can go stale.
+An edit through ``.data`` leaves no trace that a cache could see.
 
 Before::
 

@@ -346,9 +346,10 @@ def _full_like(rows: Rows) -> str:
 def _select(rows: Rows) -> str:
     if rows.axis in rows.dims(rows.argument(1, "dim", 0)):
         index = rows.argument(2, "index")
-        if rows.output is not None or not isinstance(index, int) or not 0 <= index < rows.rows:
+        result_alone = all(user.op == "output" for user in rows.node.users)
+        if rows.output is not None or not isinstance(index, int) or not 0 <= index < rows.rows or not result_alone:
             raise Refusal("selects along the token axis")
-        return "a row of the first block, which is real"
+        return "a result: a row of the first block, which is real"
     rows.keep()
     return "not along the token axis"
 

@@ -167,7 +167,7 @@ class _Splitter:
 
         def use(node: fx.Node) -> Any:
             if is_size(node.meta["val"]):
-                return self._emit_size(node, graph, n, sizes)
+                return self._emit_size(node.meta["val"], graph, n, sizes)
             if node not in copies:  # a free node, sunk here
                 copies[node] = copy(node)
             return copies[node]
@@ -196,8 +196,9 @@ class _Splitter:
                 else:
                     inputs.append(source)
 
-    def _emit_size(self, node: fx.Node, graph: fx.Graph, n: fx.Node, sizes: dict[Any, Any]) -> Any:
-        value = node.meta["val"]
+    def _emit_size(self, value: Any, graph: fx.Graph, n: fx.Node, sizes: dict[Any, Any]) -> Any:
+        if isinstance(value, torch.Size):
+            return tuple(self._emit_size(size, graph, n, sizes) for size in value)
         if not isinstance(value, torch.SymInt):
             return value
         form = self.symbols.linear(value)

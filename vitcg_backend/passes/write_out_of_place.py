@@ -5,9 +5,9 @@ into tensors that they have just made (scatter into zeros, class tokens between 
 
 Preconditions: none; a graph without such a write comes back as the same object.
 
-Cases: ``x[index] = value`` and ``x.method_(...)`` where `x` 1. is made by an operation that returns memory of its own, and 2. has
-no user before the write (which might be a view of it). Its later users read the new tensor. Any other write is left for
-`bind_tokens`, which refuses it.
+Cases: ``x[index] = value`` and ``x.method_(...)`` where `x` 1. is made by an operation that returns memory of its own, and
+2. has no user before the write (which might be a view of it). Its later users read the new tensor. Any other write is left
+for `bind_tokens`, which refuses it.
 
 Before::
 

@@ -21,9 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from ..bucketing import Layout, num_patches
+from ..counters import Stats
+from ..families import FamilyStatus
+from .error_budget import assert_within_budget
+from .outputs import assert_bitwise, flatten, reference_float64
 from .towers import randomise
 
-__all__ = ["Family", "discover"]
+__all__ = ["Family", "discover", "measure"]
 
 _SIZES: Mapping[str, Any] = {
     "depth": 2,
@@ -226,11 +230,68 @@ def _suited(sizes: dict[str, Any], config_class: type) -> dict[str, Any]:
     return sizes
 
 
+def measure(family: Family) -> FamilyStatus:
+    """Run a tiny tower of a family, compiled and eager, over its sequence of layouts.
+
+    Its pieces run eagerly: what is looked at is what is traced, proved and captured. Every output is kept and looked at again
+    at the end.
+
+    Raises:
+        AssertionError: an output differs from eager, or changed later.
+    """
+    from .. import stats
+
+    tower = family.tower()
+    torch._dynamo.reset()
+    compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager"})
+    held: list[tuple[Any, Any]] = []
+    with torch.no_grad():
+        for step, layout in enumerate(family.sequence()):
+            inputs = family.inputs(tower, layout, seed=step)
+            output, expected = compiled(**inputs), tower(**inputs)
+            _assert_equal(output, expected, tower, inputs)
+            held += [(tensor, tensor.clone()) for tensor in flatten(output)]
+    if any(not torch.equal(now, then) for now, then in held):
+        raise AssertionError(f"an earlier result of {family.name} changed")
+    seen = stats(tower)
+    status = "graphed" if seen.graphs == 1 and seen.hits == seen.calls else "in parts" if seen.hits else "refused"
+    return FamilyStatus(
+        family.name,
+        family.tower_class.__name__,
+        status,
+        seen.graphs,
+        seen.calls,
+        seen.hits,
+        "" if status == "graphed" else _reason(seen),
+        torch.__version__,
+        importlib.import_module("transformers").__version__,
+    )
+
+
+def _assert_equal(output: Any, expected: Any, tower: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Bit for bit, or within the error budget: a CPU multiplies a single row otherwise than among padded ones."""
+    try:
+        assert_bitwise(output, expected)
+    except AssertionError:
+        assert_within_budget(output, expected, reference_float64(tower, **inputs))
+
+
+def _reason(seen: Stats) -> str:
+    """Why Dynamo had to break the tower, or else the reason of most calls, with the text of its refusal."""
+    name = (
+        "host_loop"
+        if "host_loop" in seen.refusals
+        else max(seen.fallbacks, key=lambda reason: seen.fallbacks[reason], default="graph_breaks")
+    )
+    text = seen.refusals.get(name, "")
+    return f"{name}: {text.splitlines()[0]}" if text else name
+
+
 @functools.cache
 def discover() -> tuple[Family, ...]:
     """The families of the installed transformers, by name."""
     transformers = importlib.import_module("transformers")
-    models = pathlib.Path(transformers.__file__).parent / "models"
+    models = pathlib.Path(str(transformers.__file__)).parent / "models"
     found = {family.name: family for file in sorted(models.glob("*/modeling_*.py")) for family in _own(file)}
     by_config = {family.config_class: family for family in found.values()}
     for file in sorted(models.glob("*/configuration_*.py")):
@@ -271,7 +332,5 @@ def _nested(file: pathlib.Path) -> Iterator[type]:
         if isinstance(cls, type) and cls.__module__ == module.__name__ and name.endswith("Config"):
             try:
                 yield type(getattr(cls(), "vision_config", None))
-            except Exception:  # noqa: S112, BLE001  a configuration without defaults nests nothing by default
+            except Exception:  # a configuration without defaults nests nothing by default
                 continue
-
-
