@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Packed where the attention can do it, else frame by frame, as towers of transformers do; ``[1, heads, rows, dim]``."""
+        """Packed if the attention can do it, else frame by frame, as towers of transformers do: ``[1, heads, rows, dim]``."""
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         if is_flash_attention_requested(self.config):
             return attention(self, q, k, v, None, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens)[0]

@@ -131,6 +131,7 @@ class LayoutCache:
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._prologue(args, layout, tail, total)
+            self._check_shapes(tensors, total)
             lists = {i: tensors[i].tolist() for i in self.segment_rows}
             for index, cu in lists.items():
                 if cu[:1] != [0] or cu[-1] != total // unit * self.segment_rows[index]:
@@ -162,6 +163,20 @@ class LayoutCache:
                 value = grid_items if form is None else form[0] * n + form[1]
             inputs.append(value)
         return tuple(self.body.hoisted.prologue(*inputs))
+
+    def _check_shapes(self, tensors: tuple[Tensor, ...], total: int) -> None:
+        """What the trace took for a shape was learnt from a few grids: hold it against this one."""
+        symbols = self.body.bound.symbols
+        for node, tensor in zip(self.body.hoisted.metadata, tensors, strict=True):
+            forms = [symbols.linear(size) for size in node.meta["val"].shape]
+            sizes = [
+                s if form is None else form[0] * (total // symbols.unit) + form[1]
+                for form, s in zip(forms, tensor.shape, strict=True)
+            ]
+            if sizes != list(tensor.shape):
+                raise Misfit(
+                    "metadata_shape", f"metadata {node.name} has shape {tuple(tensor.shape)}, traced as {tuple(sizes)}"
+                )
 
     def _check_closed(self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int) -> None:
         unit = self.body.bound.symbols.unit

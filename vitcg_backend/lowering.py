@@ -116,17 +116,18 @@ def register_lowering(function: Callable[..., Any], *, grid: str | None = None) 
     """
     function = function.__func__ if isinstance(function, staticmethod) else function
     if not isinstance(function, types.FunctionType):
-        what = f"register_lowering takes a plain Python function, not {type(function).__name__} {function!r}"
+        name = f"{type(function).__name__} {getattr(function, '__qualname__', function)}"
+        what = f"register_lowering takes a plain Python function, not {name}"
         raise TypeError(f"{what}. Move the loop of a method into a function that gets the grid.")
-    name = grid or grid_parameter(function)
+    parameter = grid or grid_parameter(function)
     parameters = list(inspect.signature(function).parameters)
-    if name not in parameters:
+    if parameter not in parameters:
         raise ValueError(
-            f"{function.__qualname__}({', '.join(parameters)}) has no parameter {name or 'of a usual name'} for the grid; "
+            f"{function.__qualname__}({', '.join(parameters)}) has no parameter {parameter or 'of a usual name'} for the grid; "
             f"usual names are {', '.join(GRID_NAMES)}; name another with grid=..."
         )
     with _lock:
-        _substitute(function, functools.partial(make_metadata, active=_active, grid_name=name))
+        _substitute(function, functools.partial(make_metadata, active=_active, grid_name=parameter))
 
 
 def _metadata(function: types.FunctionType) -> Callable[..., Any]:
