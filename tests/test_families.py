@@ -105,8 +105,12 @@ def test_shapes_that_were_learnt_are_held_against_each_layout() -> None:
         return torch.ones(4 + sum(width % 2 for width in grid_thw[:, 2].tolist()))
 
     class Tower(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
         def forward(self, pixels, grid_thw):
-            return pixels * table(grid_thw).sum()
+            return pixels * (self.scale * table(grid_thw)).sum()
 
     vitcg_backend.register_lowering(table)
     tower = Tower()
@@ -116,7 +120,7 @@ def test_shapes_that_were_learnt_are_held_against_each_layout() -> None:
         pixels = torch.randn(int(grid.prod(1).sum()), 8)
         with torch.no_grad():
             assert torch.equal(compiled(pixels, grid), tower(pixels, grid))
-    fallbacks = vitcg_backend.stats().fallbacks
+    fallbacks = vitcg_backend.stats(tower).fallbacks
     assert fallbacks.get("metadata_shape") == 2, fallbacks
 
 
