@@ -9,7 +9,7 @@ from __future__ import annotations
 import pathlib
 import sys
 
-from vitcg_backend.families import RECORD, dump, table
+from vitcg_backend.family_record import RECORD, dump, table
 from vitcg_backend.testing.families import discover, measure
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .backend import reset, stats, vitcg
     from .counters import BucketStats, CallRecord, Stats
     from .errors import AttentionUnavailable, OptionError, Refused, VitcgError
-    from .families import FamilyStatus, families
+    from .family_record import FamilyStatus, families
     from .lowering import register_lowering
     from .options import Options
 
@@ -25,13 +25,13 @@ _HOME = {
     "AttentionUnavailable": "errors",
     "BucketStats": "counters",
     "CallRecord": "counters",
-    "FamilyStatus": "families",
+    "FamilyStatus": "family_record",
     "OptionError": "errors",
     "Options": "options",
     "Refused": "errors",
     "Stats": "counters",
     "VitcgError": "errors",
-    "families": "families",
+    "families": "family_record",
     "register_lowering": "lowering",
     "reset": "backend",
     "stats": "backend",

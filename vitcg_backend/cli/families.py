@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from ..families import dump, families
+from ..family_record import dump, families
 from .errors import UserError
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..bucketing import Layout, num_patches
 from ..counters import Stats
-from ..families import FamilyStatus
+from ..family_record import FamilyStatus
 from .error_budget import assert_within_budget
 from .outputs import assert_bitwise, flatten, reference_float64
 from .towers import randomise
