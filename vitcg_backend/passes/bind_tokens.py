@@ -118,8 +118,8 @@ def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound
 
 
 def _pixels_per_row(example_inputs: Sequence[Any], pixels: int, axis: int, grid: int | None) -> int:
-    """How long the token axis of the pixels is for each patch of the grid, as the first call shows it."""
-    if grid is None or not example_inputs:
+    """How long the token axis of a batch of one is for each patch of the grid, as the first call shows it."""
+    if grid is None or not example_inputs or axis == 0:
         return 1
     patches = sum(math.prod(row) for row in example_inputs[grid].tolist())
     length = example_inputs[pixels].shape[axis]
@@ -282,6 +282,8 @@ def _belongs_to_items(node: fx.Node, grid: fx.Node) -> bool:
     value, rows = node.meta["example_value"], grid.meta["example_value"].shape[0]
     if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
         return False
+    if any(user.target not in METADATA_TARGETS for user in node.users):
+        return False  # a piece would read the caller's tensor, which no bucket pads
     return bool(_hint(value.shape[0]) == _hint(rows))
 
 
