@@ -188,7 +188,8 @@ def test_generate_gives_eagers_tokens(name: str, how: str) -> None:
     assert [generate(model, p) for p in reversed(prompts)] == expected[-2::-1]
     before = vitcg_backend.stats(model.model.visual)
     assert before.calls == before.hits > 7
-    assert before.graphs == 1
+    assert before.graphs == (2 if name == "glm4v" else 1)  # it calls its tower with other arguments for images than for videos
+    assert before.unique_pieces == before.pieces / before.graphs
     assert generate(model, text) == expected[-1]
     assert vitcg_backend.stats(model.model.visual).calls == before.calls
 

@@ -296,7 +296,7 @@ def discover() -> tuple[Family, ...]:
     by_config = {family.config_class: family for family in found.values()}
     for file in sorted(models.glob("*/configuration_*.py")):
         if file.parent.name not in found:
-            for config_class in _nested(file):
+            for config_class in _nested(file, by_config):
                 if config_class in by_config:
                     tower = by_config[config_class]
                     found[file.parent.name] = Family(
@@ -323,9 +323,14 @@ def _own(file: pathlib.Path) -> Iterator[Family]:
         yield Family(file.parent.name, cls, config, parameters[0], grid)
 
 
-def _nested(file: pathlib.Path) -> Iterator[type]:
-    """Classes of the vision configurations that the configurations of a file have by default."""
-    if "vision_config" not in file.read_text(encoding="utf-8"):
+def _nested(file: pathlib.Path, known: Mapping[Any, Family]) -> Iterator[type]:
+    """Classes of the vision configurations that the configurations of a file have by default.
+
+    Only a file that names a known one is looked at: the defaults of others may come from the network.
+    """
+    text = file.read_text(encoding="utf-8")
+    names = (f'"{getattr(config, "model_type", "")}"' for config in known)
+    if "vision_config" not in text or not any(name in text for name in (*names, *(c.__name__ for c in known))):
         return
     module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
     for name, cls in vars(module).items():
