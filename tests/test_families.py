@@ -37,7 +37,7 @@ def test_right_and_as_recorded(family: Family) -> None:
     if SAME_VERSION:
         recorded = RECORD[family.name]
         assert (seen.status, seen.graphs, seen.hits) == (recorded.status, recorded.graphs, recorded.hits), seen.reason
-        assert seen.reason == recorded.reason
+        assert seen.reason.partition(":")[0] == recorded.reason.partition(":")[0]
     else:
         assert seen.status == "graphed" or seen.reason
 
