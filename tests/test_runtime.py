@@ -705,7 +705,7 @@ def test_segments_that_padding_moves_are_never_used() -> None:
 
     def moved(self: layouts.LayoutCache, args: object, layout: object, tail: object, total: int) -> tuple[torch.Tensor, ...]:
         tensors = list(original(self, args, layout, tail, total))
-        for index in self.segment_indices if tail else ():
+        for index in self.segment_rows if tail else ():
             tensors[index] = torch.cat([tensors[index][:1], tensors[index][1:2] // 2, tensors[index][1:]])
         return tuple(tensors)
 

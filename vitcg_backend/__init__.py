@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from .backend import reset, stats, vitcg
     from .counters import BucketStats, CallRecord, Stats
     from .errors import AttentionUnavailable, OptionError, Refused, UnknownInput, VitcgError
+    from .family_record import FamilyStatus, families
     from .guide import Recommendation, recommend_budgets
+    from .lowering import register_lowering
     from .options import Options
     from .warming import Warmed, warmup
 
@@ -25,6 +27,7 @@ _HOME = {
     "AttentionUnavailable": "errors",
     "BucketStats": "counters",
     "CallRecord": "counters",
+    "FamilyStatus": "family_record",
     "OptionError": "errors",
     "Options": "options",
     "Recommendation": "guide",
@@ -33,7 +36,9 @@ _HOME = {
     "UnknownInput": "errors",
     "VitcgError": "errors",
     "Warmed": "warming",
+    "families": "family_record",
     "recommend_budgets": "guide",
+    "register_lowering": "lowering",
     "reset": "backend",
     "stats": "backend",
     "vitcg": "backend",

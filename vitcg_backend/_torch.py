@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +21,14 @@ from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    _constrain_range_for_size,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 __all__ = [
     "FakeTensorMode",
@@ -34,20 +43,24 @@ __all__ = [
     "compile_ordinary",
     "compile_piece",
     "current_trace",
+    "divisions",
     "end_failed_capture",
     "fresh_size",
     "graphs_left",
     "guard_on_hooks",
+    "is_data_dependent",
     "is_marked",
     "is_traceable_wrapper_subclass",
     "mark_rows",
     "new_size",
+    "on_failed_trace",
     "poison_pool",
     "raw_stream",
     "real_tensors",
     "release_workspaces",
     "trace_artifact",
     "unowned",
+    "user_line",
 ]
 
 _MARKS = ("_dynamo_unbacked_indices", "_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices")
@@ -98,6 +111,39 @@ def current_trace() -> Any:
         return InstructionTranslator.current_tx()
     except AttributeError:  # outside a trace the thread-local has no `current_tx`
         return None
+
+
+def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None:
+    """Call `failed` with what ends this trace, unless that is Dynamo's own way of going on (a restart, a graph break) or an
+    error of a backend. It may raise `TraceRestart` in its place.
+
+    `OutputGraph.call_cleanup_hooks` (torch/_dynamo/output_graph.py) runs in the ``finally`` of the trace
+    (torch/_dynamo/convert_frame.py), where the exception is still the current one.
+    """
+    expected = (exc.RestartAnalysis, exc.SkipFrame, exc.BackendCompilerFailed)
+
+    def hook() -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, Exception) or isinstance(error, expected):
+            return
+        if is_data_dependent(error) or not isinstance(error, exc.Unsupported):
+            failed(error)
+
+    trace.output.add_cleanup_hook(hook)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether a trace failed because it needed a size that nobody knows."""
+    while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return error is not None
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of a model's code in the text of an error of Dynamo: ``file.py:12 code``, or an empty text."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.+)', str(error))
+    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame[0]]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]} {own[-1][2].strip()}" if own else ""
 
 
 @contextlib.contextmanager
@@ -188,6 +234,12 @@ def new_size(shape_env: ShapeEnv, name: str, hint: int) -> tuple[Any, Any]:
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     return symbol, shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def divisions(expression: Any) -> list[tuple[Any, Any]]:
+    """(dividend, divisor) of the whole divisions and remainders in a size or guard (torch/utils/_sympy/functions.py)."""
+    found = expression.atoms(FloorDiv, CleanDiv, Mod, PythonMod) if hasattr(expression, "atoms") else ()
+    return [(division.args[0].expand(), division.args[1]) for division in found]
 
 
 # --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------

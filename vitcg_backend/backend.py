@@ -21,6 +21,7 @@ from .attention import KERNELS, VarlenKernel, choose
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
+from .marking import clear_marks, steps_taken
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import outer_no_grad
@@ -58,9 +59,9 @@ def vitcg(
     """
     parsed = Options.parse(options, mode)
     lowering.install()
-    lowering.clear_marks()
+    clear_marks()
     _torch.guard_on_hooks()
-    counters = Stats(graphs=1)
+    counters = Stats(graphs=1, refusals=steps_taken())
     dump = Dump(parsed.dump_dir)
     _note_recompiles(counters)
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]

@@ -167,7 +167,7 @@ class Capture:
         bound, n = self.body.bound, self.bucket.tokens
         pixels = args[bound.pixels]
         shape = list(pixels.shape)
-        shape[bound.pixel_axis] = self.bucket.patches
+        shape[bound.pixel_axis] = self.bucket.patches * bound.pixels_per_row
         self.pixels = self._buffer("pixels", shape, _contiguous(shape), pixels.dtype)
         self.tensors: list[Tensor] = []
         self.copied: list[int] = []
@@ -218,12 +218,13 @@ class Capture:
 
     def write(self, args: Sequence[Any], values: LayoutValues, rows: int) -> None:
         """Copy a call's pixels and its layout's metadata into the static inputs (not the metadata of the last call again)."""
+        bound = self.body.bound
         target = self._pixel_views.get(rows)
         if target is None:
-            target = self.pixels.narrow(self.body.bound.pixel_axis, 0, rows)
+            target = self.pixels.narrow(bound.pixel_axis, 0, rows * bound.pixels_per_row)
             if len(self._pixel_views) < _MAX_VIEWS:
                 self._pixel_views[rows] = target
-        target.copy_(args[self.body.bound.pixels], non_blocking=True)
+        target.copy_(args[bound.pixels], non_blocking=True)
         if self.arena.owner == (self.serial, values.serial):
             return
         targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())
@@ -234,9 +235,9 @@ class Capture:
 
     def fill_tail(self, rows: int, value: float) -> None:
         """Set the padded pixel rows."""
-        axis = self.body.bound.pixel_axis
+        axis, width = self.body.bound.pixel_axis, self.body.bound.pixels_per_row
         if self.pixels.dtype.is_floating_point and rows < self.bucket.patches:
-            self.pixels.narrow(axis, rows, self.bucket.patches - rows).fill_(value)
+            self.pixels.narrow(axis, rows * width, (self.bucket.patches - rows) * width).fill_(value)
 
     def turn_tails(self, rows: int) -> None:
         """Put the padded rows of each metadata tensor in reverse order: still valid, and not what the layout says."""
@@ -329,7 +330,8 @@ class Capture:
 def bytes_needed(body: CompiledBody, bucket: Bucket, args: Sequence[Any], values: LayoutValues) -> int:
     """Bytes of the static inputs and outputs of a bucket, before it is captured: a bound from below of what it takes."""
     pixels = args[body.bound.pixels]
-    total = pixels.numel() // pixels.shape[body.bound.pixel_axis] * bucket.patches * pixels.element_size()
+    width = body.bound.pixels_per_row * pixels.element_size()
+    total = pixels.numel() // pixels.shape[body.bound.pixel_axis] * bucket.patches * width
     total += sum(t.numel() * t.element_size() for t in values.segments.values())
     total += sum(t.numel() * t.element_size() for i, t in enumerate(values.tensors) if body.program.reads(i))
     for fake in body.program.output_values:

@@ -52,7 +52,7 @@ def _once(run: Callable[[], Any], device: torch.device) -> float:
 
 def squares(layout: Layout | None) -> int:
     """Sum over all frames of the square of their rows, 0 without a layout."""
-    return sum(t * (h * w) ** 2 for t, h, w in layout or ())
+    return sum(math.prod(frames) * (h * w) ** 2 for *frames, h, w in layout or ())
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from .attention import SegmentBounds, VarlenKernel
 from .bucketing import Bucket, Layout, capacity_tier, tail_grid
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
+from .passes.program import AttentionStep
 
 __all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit"]
 
@@ -94,7 +95,8 @@ class LayoutCache:
         self.body = body
         self.kernel = kernel
         self.max_bytes, self.num_bytes = max_bytes, 0
-        self.segment_indices = sorted({s.segments for s in body.program.steps if hasattr(s, "segments")})
+        self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
+        self._items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
 
     def __len__(self) -> int:
@@ -121,9 +123,12 @@ class LayoutCache:
             Misfit: the padded layout is not safe.
             Exception: whatever the tower's own metadata functions raise for a bad grid.
         """
-        if not keep:
+        if not keep or self.body.hoisted.reads_state:
             return self._compute(args, layout, rows, bucket)
-        key = (layout, rows, bucket)
+        items = tuple(tuple(args[i].tolist()) for i in self._items)
+        if any(len(i) != len(layout or ()) for i in items):
+            return self._compute(args, layout, rows, bucket)
+        key = (layout, items, rows, bucket)
         values = self._values.get(key)
         if values is None:
             values = self._compute(args, layout, rows, bucket)
@@ -139,16 +144,17 @@ class LayoutCache:
     def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
         unit = self.body.bound.symbols.unit
         total = rows if bucket is None else bucket.patches
-        tail = tail_grid(total - rows, math.isqrt(unit)) if layout is not None and total > rows else ()
+        tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._prologue(args, layout, tail, total)
             self._check_shapes(args, tensors, total // unit)
-            lists = {i: self._boundaries(i, tensors[i], total) for i in self.segment_indices}
+            ends = {index: total // unit * each for index, each in self.segment_rows.items()}
+            lists = {index: self._boundaries(index, tensors[index], end) for index, end in ends.items()}
             if total > rows:
                 exact = self.get(args, layout, rows, None)
                 self._check_closed(tensors, lists, exact.boundaries, rows)
                 self._check_equal(tensors, exact.tensors, rows)
-            values = self._with_segments(tensors, lists, rows, total, bucket)
+            values = self._with_segments(tensors, lists, rows, bucket)
         if total == rows:
             values.boundaries = lists
         device = args[self.body.bound.pixels].device
@@ -167,6 +173,8 @@ class LayoutCache:
             node, value = bound.placeholders[position], args[position]
             if node.meta["role"] == Role.GRID and tail:
                 value = torch.tensor([*layout, *tail], dtype=value.dtype, device=value.device)  # type: ignore[misc]
+            elif node.meta["role"] == Role.ITEMS and tail:  # a merge size of 1 suits every dummy item
+                value = torch.cat([value, value.new_ones(len(tail))])
             elif node.meta["role"] == Role.SIZE:
                 form = bound.symbols.linear(node.meta["val"])
                 value = grid_items if form is None else form[0] * n + form[1]
@@ -207,7 +215,7 @@ class LayoutCache:
         """The contract of metadata: what belongs to a real row is the same with and without dummy items."""
         symbols = self.body.bound.symbols
         for index, (node, a, b) in enumerate(zip(self.body.hoisted.metadata, padded, exact, strict=True)):
-            if index in self.segment_indices or not self.body.program.reads(index):
+            if index in self.segment_rows or not self.body.program.reads(index):
                 continue  # checked by their boundaries; handed out as the unpadded grid gives them
             axes = token_axes(node.meta["val"], symbols)
             real = a.narrow(axes[0], 0, b.shape[axes[0]]) if axes else a
@@ -215,20 +223,31 @@ class LayoutCache:
                 raise Misfit("metadata_differs", f"metadata {node.name} of {rows} real rows depends on the padding")
 
     def _with_segments(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, total: int, bucket: Bucket | None
+        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, bucket: Bucket | None
     ) -> LayoutValues:
         segments, bounds, most = {}, {}, 0
         for index, cu in lists.items():
             count = len(cu) - 1
             longest = max((b - a for a, b in itertools.pairwise(cu)), default=0)
-            most = max(most, sum(end <= rows for end in cu[1:]))
+            real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
+            most = max(most, sum(end <= real for end in cu[1:]))
             assert self.kernel is not None  # a graph with segments has attention
-            limits = SegmentBounds(total, count, longest)
+            limits = SegmentBounds(cu[-1], count, longest)
             if bucket is not None:
                 limits = _tiered(limits, self.kernel)
             bounds[index] = limits
             segments[index] = self.kernel.metadata(cu, limits).to(tensors[index].device, non_blocking=True)
         return LayoutValues(tensors, segments, bounds, most)
+
+
+def _tail_like(layout: Layout, tail: Layout) -> Layout:
+    """Dummy items as the call has them: of one frame each where it has images only (some towers take nothing else), and
+    without a number of frames where its grid has two columns.
+    """
+    columns = len(layout[0])
+    if columns == 3 and any(frames > 1 for frames, _, _ in layout):
+        return tail
+    return tuple((1, h, w)[3 - columns :] for frames, h, w in tail for _ in range(frames))  # type: ignore[misc]
 
 
 def _tiered(exact: SegmentBounds, kernel: VarlenKernel) -> SegmentBounds:

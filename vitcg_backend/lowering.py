@@ -4,44 +4,37 @@ Eager code is never touched: `torch.compiler.substitute_in_graph` replaces a Pyt
 each substitute here acts as the original unless our backend is the one being compiled for. What is lowered is found by
 convention, not by a list of models:
 
-* a metadata function is named ``get_vision_*``, takes ``grid_thw`` or ``target_sizes`` first and ``kwargs`` last, and lives in
-  `transformers.vision_utils` or in a modelling file. It becomes one `vitcg::metadata` node. Values that the caller supplies
-  through ``kwargs`` win, as in eager.
+* a metadata function becomes one `vitcg::metadata` node: what that is, `metadata_lowering.py` says. Values that the caller
+  supplies through ``kwargs`` win, as in eager. `register_lowering` adds functions that the convention does not find.
 * an attention function that is called with ``cu_seq_lens_q`` (packed, not causal, no mask) becomes
   `vitcg::varlen_attention`. To reach that branch `is_flash_attention_requested` answers True where its caller holds
   ``cu_seqlens`` and the configured attention is one of those lowered here.
 
-Note [Dynamic from the first call]
-    The first lowered call marks the pixel rows dynamic and the grid's rows unbacked on the real inputs of the traced frame and
-    starts the trace again, so that one image, several images and videos share one graph under every ``dynamic=`` setting.
-
-Note [Refusing a lowering]
-    Where a call cannot be lowered after all (dropout in training, say) the trace starts again with lowering off for this
-    compile: the decision sits on Dynamo's speculation log, which lives as long as one compile.
+Which sizes are dynamic, and what happens when a trace fails because of all this, is in `marking.py`. Where a call cannot be
+lowered after all (dropout in training, say), too, the trace starts again with lowering off for this compile.
 """
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
 import inspect
 import sys
-import textwrap
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import _torch, ops
+from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
+from .marking import is_refused, refuse
+from .metadata_lowering import GRID_NAMES, grid_parameter, is_metadata, make_metadata, untouched
 
-__all__ = ["clear_marks", "import_metadata_functions", "install", "lowered_functions"]
+__all__ = ["import_metadata_functions", "install", "lowered_functions", "register_lowering"]
 
 log = _torch.log
-_GRID_NAMES = ("grid_thw", "target_sizes")
 _lock = threading.Lock()
 _lowered: dict[int, Callable[..., Any]] = {}  # id of an original -> the original, kept alive so that the id stays its own
 _scanned = 0
@@ -86,13 +79,59 @@ def import_metadata_functions() -> None:
 
 
 def _install_module(module: types.ModuleType) -> None:
-    for name, function in list(vars(module).items()):
+    for name, function in _functions(module):
         if not isinstance(function, types.FunctionType) or function.__module__ != module.__name__:
             continue
-        if name.startswith("get_vision_") and _is_metadata(function):
-            _substitute(function, _make_metadata)
+        if is_metadata(function):
+            _substitute(function, _metadata)
         elif name == "eager_attention_forward":
             _substitute(function, _make_attention)
+
+
+def _functions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """Functions of a module and static methods of its classes."""
+    for name, value in list(vars(module).items()):
+        yield name, value
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            yield from ((n, method.__func__) for n, method in list(vars(value).items()) if isinstance(method, staticmethod))
+
+
+def register_lowering(function: Callable[..., Any], *, grid: str | None = None) -> None:
+    """Teach the backend a function that computes metadata with Python loops over a grid.
+
+    While Dynamo traces for this backend the function becomes one operator, and the tower around it one graph. Everywhere
+    else it is what it was. Call it before the tower is compiled.
+
+    Args:
+        function: a function or static method that gets the grid, numbers, texts and None, per-item tensors of integers, and
+            weights, and returns a tensor or a tuple of tensors and whole numbers. It must depend on these arguments alone,
+            and what it returns for the rows of an item must not depend on the items after it: that is checked for each
+            layout. (A method that takes `self` cannot be registered: move its loop into a function.)
+        grid: name of the parameter that is the grid: ``[items, 3]`` (frames, height, width) or ``[items, 2]`` (height,
+            width), in patches. Default: the parameter with one of the usual names.
+
+    Raises:
+        TypeError: `function` is not a plain Python function.
+        ValueError: it has no such parameter.
+    """
+    function = function.__func__ if isinstance(function, staticmethod) else function
+    if not isinstance(function, types.FunctionType):
+        name = f"{type(function).__name__} {getattr(function, '__qualname__', function)}"
+        what = f"register_lowering takes a plain Python function, not {name}"
+        raise TypeError(f"{what}. Move the loop of a method into a function that gets the grid.")
+    parameter = grid or grid_parameter(function)
+    parameters = list(inspect.signature(function).parameters)
+    if parameter not in parameters:
+        raise ValueError(
+            f"{function.__qualname__}({', '.join(parameters)}) has no parameter {parameter or 'of a usual name'} for the grid; "
+            f"usual names are {', '.join(GRID_NAMES)}; name another with grid=..."
+        )
+    with _lock:
+        _substitute(function, functools.partial(make_metadata, active=_active, grid_name=parameter))
+
+
+def _metadata(function: types.FunctionType) -> Callable[..., Any]:
+    return make_metadata(function, active=_active, grid_name=grid_parameter(function) or "")
 
 
 def _substitute(function: Any, make: Callable[[Any], Callable[..., Any] | None]) -> None:
@@ -115,15 +154,6 @@ def _attention_functions() -> dict[str, Callable[..., Any]]:
     modeling = sys.modules.get("transformers.modeling_utils")
     registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", {})
     return {name: registry[name] for name in names if name in registry}
-
-
-def _untouched(function: types.FunctionType) -> Callable[..., Any]:
-    """A copy that Dynamo inlines as it is: the substitution goes by the identity of the original."""
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 # --- what runs on real values while Dynamo traces -------------------------------------------------------------------
@@ -154,22 +184,12 @@ def _active() -> bool:
     if install():  # a modelling file imported since: its own functions were looked up before they were lowered
         trace.speculation_log.clear()
         raise _torch.TraceRestart("vitcg: new functions are lowered")
-    return getattr(trace.speculation_log, "_vitcg_refused", None) is None
-
-
-def _refuse(reason: str) -> None:
-    log.info("vitcg does not lower this compile: %s", reason)
-    trace = _torch.current_trace()
-    for tensor in _inputs(trace):  # unbacked rows are a hard error in the tower's own loops over the grid
-        _torch.clear_dynamic_marks(tensor)
-    trace.speculation_log.clear()
-    trace.speculation_log._vitcg_refused = reason
-    raise _torch.TraceRestart(f"vitcg: {reason}")
+    return not is_refused(trace)
 
 
 @torch._dynamo.assume_constant_result
 def _refuse_constant(reason: str) -> None:
-    _refuse(reason)
+    refuse(reason)
 
 
 @torch._dynamo.assume_constant_result
@@ -181,7 +201,22 @@ def _is_packed(implementation: str | None) -> bool:
         caller = caller.parent
     if caller is None or not any(name.startswith(("cu_seqlens", "cu_seq_lens")) for name in caller.symbolic_locals):
         return False
-    return _attends_here(implementation)
+    answer = _attends_here(implementation)
+    if answer:
+        trace.output._vitcg_packed = {*getattr(trace.output, "_vitcg_packed", ()), caller.f_code}
+    return answer
+
+
+@torch._dynamo.assume_constant_result
+def _in_packed_branch() -> bool:
+    """Whether the code that calls attention is in the branch that `_is_packed` opened: elsewhere SDPA ignores cu_seqlens."""
+    trace = _torch.current_trace()
+    caller, opened = trace.output.current_tx, getattr(trace.output, "_vitcg_packed", ())
+    while caller is not None:
+        if caller.f_code in opened:
+            return True
+        caller = caller.parent
+    return False
 
 
 @torch._dynamo.assume_constant_result
@@ -196,149 +231,11 @@ def _attends_here(implementation: str | None) -> bool:
     return function is not None and id(function) in _lowered
 
 
-@torch._dynamo.assume_constant_result
-def _mark_inputs() -> None:
-    """See Note [Dynamic from the first call]."""
-    trace = _torch.current_trace()
-    tensors = _inputs(trace)
-    if any(_is_grid(t) and t.shape[0] == 0 for t in tensors):
-        _refuse("a grid without a row: the tower's own functions answer it")
-    grid = next((t for t in tensors if _is_grid(t)), None)
-    if grid is None or _torch.is_marked(grid):
-        return
-    with _torch.real_tensors():
-        total = int(grid.prod(1).sum())
-    _torch.mark_rows(grid, 0, unbacked=True)
-    for tensor in tensors:
-        if tensor is not grid and not _torch.is_marked(tensor) and total in tensor.shape:
-            _torch.mark_rows(tensor, tuple(tensor.shape).index(total), unbacked=False)
-    trace.speculation_log.clear()
-    raise _torch.TraceRestart("vitcg: the rows of the pixels and of the grid are dynamic")
-
-
-def _inputs(trace: Any) -> list[Tensor]:
-    """The real tensors that the traced frame was called with."""
-    root = getattr(trace.output, "root_tx", None) or trace
-    return list(_tensors(root.f_locals.values()))
-
-
-def clear_marks() -> None:
-    """Take the marks off the caller's tensors once they have been traced: another backend may be given them next."""
-    trace = _torch.current_trace()
-    if trace is not None:
-        for tensor in _inputs(trace):
-            _torch.clear_dynamic_marks(tensor)
-
-
-def _is_grid(tensor: Tensor) -> bool:
-    integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
-    return integer and tensor.dim() == 2 and tensor.shape[1] in (2, 3)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            if not isinstance(value, torch.nn.Parameter) and value.dim() > 0:
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
-@torch._dynamo.assume_constant_result
-def _constants(*items: tuple[str, Any]) -> str:
-    return ops.encode_constants(items)
-
-
-@torch._dynamo.assume_constant_result
-def _arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> int | None:
-    try:
-        return ops.arity(key, columns, dtypes, constants)
-    except RuntimeError as error:
-        _refuse(str(error))
-        raise
-
-
 # --- the substitutes, inlined by Dynamo -----------------------------------------------------------------------------
 
 
-def _is_metadata(function: types.FunctionType) -> bool:
-    parameters = list(inspect.signature(function).parameters)
-    if len(parameters) < 2 or parameters[0] not in _GRID_NAMES or parameters[-1] != "kwargs":
-        return False
-    return not _delegates(function)
-
-
-def _delegates(function: types.FunctionType) -> bool:
-    """Whether `function` hands its kwargs to another metadata function: then it is inlined, and that one is lowered."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id.startswith("get_vision_")
-        and any(keyword.arg == "kwargs" for keyword in node.keywords)
-        for node in ast.walk(tree)
-    )
-
-
-def _popped_keys(function: types.FunctionType) -> tuple[str, ...]:
-    """Keys that `function` pops from ``kwargs``, read from its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return tuple(
-        str(node.args[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "pop"
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "kwargs"
-        and isinstance(node.args[0], ast.Constant)
-    )
-
-
-def _make_metadata(original: types.FunctionType) -> Callable[..., Any]:
-    parameters = list(inspect.signature(original).parameters.values())
-    names = tuple(p.name for p in parameters)
-    defaults = tuple((p.name, p.default) for p in parameters if p.default is not p.empty)
-    popped = _popped_keys(original)
-    key = f"{original.__module__.rpartition('.')[2]}.{original.__name__}"
-    ops.register_function(key, original)
-    copy = _untouched(original)
-
-    def lowered(*args: Any, **kwargs: Any) -> Any:
-        if not _active():
-            return copy(*args, **kwargs)
-        bound = dict(defaults)
-        for name, value in zip(names, args):  # noqa: B905  fewer arguments than names is the rule
-            bound[name] = value
-        bound.update(kwargs)
-        caller = bound.pop("kwargs")
-        grid = bound.pop(names[0])
-        _mark_inputs()
-        if caller is not None and popped and all(caller.get(k) is not None for k in popped):
-            return copy(grid, kwargs=caller, **bound)
-        if caller is not None:
-            for k in popped:
-                caller.pop(k, None)
-        tensors: list[Tensor] = []
-        items: list[tuple[str, Any]] = []
-        for name, value in bound.items():
-            if isinstance(value, Tensor):
-                items.append((name, {"tensor": len(tensors)}))
-                tensors.append(value)
-            else:
-                items.append((name, value))
-        constants = _constants(*items)
-        count = _arity(key, grid.shape[1], tuple(t.dtype for t in tensors), constants)
-        outputs = torch.ops.vitcg.metadata(key, grid, tensors, constants)
-        return outputs[0] if count is None else tuple(outputs)
-
-    return lowered
-
-
 def _make_max_seqlen(original: types.FunctionType) -> Callable[..., Any]:
-    copy = _untouched(original)
+    copy = untouched(original)
 
     def lowered(cu_seqlens: Any, config: Any, kwargs: Any = None, kwarg_name: str = "max_seqlen") -> Any:
         if not _active() or not _attends_here_constant(config._attn_implementation):
@@ -350,7 +247,7 @@ def _make_max_seqlen(original: types.FunctionType) -> Callable[..., Any]:
 
 
 def _make_flash_requested(original: types.FunctionType) -> Callable[..., Any]:
-    copy = _untouched(original)
+    copy = untouched(original)
 
     def lowered(config: Any = None, requested_attention_implementation: Any = None, version: Any = None) -> Any:
         if config is not None and version is None and _active() and _is_packed(config._attn_implementation):
@@ -361,12 +258,14 @@ def _make_flash_requested(original: types.FunctionType) -> Callable[..., Any]:
 
 
 def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
-    copy = _untouched(original)
+    copy = untouched(original)
     has_own_packed_branch = "flash" in original.__name__
 
     def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None or not _active():
+            return copy(module, query, key, value, attention_mask, *args, **kwargs)
+        if not has_own_packed_branch and not _in_packed_branch():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         is_causal = kwargs.get("is_causal")
         if is_causal is None:

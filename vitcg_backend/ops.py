@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["METADATA", "ShapeRule", "arity", "encode_constants", "register_function", "shape_rule"]
+__all__ = ["METADATA", "ShapeRule", "arity", "encode_constants", "register_function", "shape_rule", "spec_of"]
 
 _PROBES = (
     ((1, 8, 8),),
@@ -30,6 +30,14 @@ _PROBES = (
     ((2, 8, 8), (2, 16, 8), (2, 8, 24)),
 )
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+Spec = tuple[torch.dtype, tuple[int, ...] | None]
+"""A tensor argument besides the grid: dtype and shape, the shape None for one entry (or row) an item."""
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """Weights are of floating point and have fixed shapes; what is integer belongs to items."""
+    return tensor.dtype, tuple(int(s) for s in tensor.shape) if tensor.is_floating_point() else None
 
 
 def register_function(key: str, function: Callable[..., Any]) -> None:
@@ -54,18 +62,30 @@ def _call(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str) -> 
 
 @torch.library.custom_op("vitcg::metadata", mutates_args=())
 def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
-    result = _call(key, grid, tensors, constants)
-    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    outputs = _as_tensors(_call(key, grid, tensors, constants))
     # An operator's output may not be its input; a function that makes its tensors on the host leaves them there.
-    return [output.clone() if output is grid else output.to(grid.device).contiguous() for output in outputs]
+    home, given = _home(grid, tensors), {id(t) for t in (grid, *tensors)}
+    return [output.clone() if id(output) in given else output.to(home).contiguous() for output in outputs]
 
 
 @_metadata.register_fake
 def _(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
-    rules = shape_rule(key, int(grid.shape[1]), tuple(t.dtype for t in tensors), constants)
+    rules = shape_rule(key, int(grid.shape[1]), tuple(spec_of(t) for t in tensors), constants)
     follows = [axis[2] for rule in rules.outputs for axis in rule.axes if axis[0] == "patches"]
     patches = tokens if tokens is not None or not follows else _patches_of(grid, min(follows))
-    return [rule.empty(grid, patches) for rule in rules.outputs]
+    home = _home(grid, tensors)
+    return [rule.empty(grid, patches, home) for rule in rules.outputs]
+
+
+def _home(grid: Tensor, tensors: Sequence[Tensor]) -> torch.device:
+    """Where results live: with the weights, or else with the grid."""
+    return next((t.device for t in tensors if t.is_floating_point()), grid.device)
+
+
+def _as_tensors(result: Any) -> tuple[Tensor, ...]:
+    """Results of a metadata function; a whole number becomes the length of an empty tensor, where the trace can follow it."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(r if isinstance(r, Tensor) else torch.empty(r, 0, dtype=torch.uint8) for r in results)
 
 
 METADATA = torch.ops.vitcg.metadata.default
@@ -94,8 +114,8 @@ class OutputRule:
     axes: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
 
-    def empty(self, grid: Tensor, patches: Any) -> Tensor:
-        """An uninitialised (fake) tensor of this shape beside `grid`."""
+    def empty(self, grid: Tensor, patches: Any, device: torch.device) -> Tensor:
+        """An uninitialised (fake) tensor of this shape."""
         sizes = []
         for kind, *args in self.axes:
             if kind == "constant":
@@ -106,19 +126,20 @@ class OutputRule:
                 sizes.append(grid.shape[0] + args[0])
             else:
                 sizes.append(_torch.fresh_size())
-        return grid.new_empty(sizes, dtype=self.dtype)
+        return grid.new_empty(sizes, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class ShapeRule:
-    """Output shapes of one function with one set of constants."""
+    """Output shapes of one function with one set of constants; `numbers` are the results that are no tensors."""
 
     outputs: tuple[OutputRule, ...]
     is_tuple: bool
+    numbers: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=256)
-def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> ShapeRule:
+def shape_rule(key: str, columns: int, specs: tuple[Spec, ...], constants: str) -> ShapeRule:
     """Learn the output shapes of a metadata function from small grids.
 
     Raises:
@@ -130,7 +151,10 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
     def probe() -> None:
         for rows in _PROBES:
             grid = torch.tensor(rows)[:, 3 - columns :].clone()
-            extra = [torch.full((len(rows),), 2, dtype=dtype) for dtype in dtypes]
+            extra = [
+                torch.full((len(rows),), 2, dtype=dtype) if shape is None else torch.zeros(shape, dtype=dtype)
+                for dtype, shape in specs
+            ]
             try:
                 seen.append((int(grid.prod(1).sum()), len(rows), _call(key, grid, extra, constants)))
             except Exception as error:  # e.g. a function that takes one frame an item; the other probes decide
@@ -141,7 +165,7 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
     thread.join()
     if len(seen) < 2:
         raise RuntimeError(f"cannot learn the output shapes of {key}: {'; '.join(errors[-2:])}")
-    results = [r if isinstance(r, (tuple, list)) else (r,) for _, _, r in seen]
+    results = [_as_tensors(r) for _, _, r in seen]
     patches, items = [p for p, _, _ in seen], [n for _, n, _ in seen]
     rules = tuple(
         OutputRule(
@@ -152,7 +176,9 @@ def shape_rule(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constant
         )
         for i in range(len(results[0]))
     )
-    return ShapeRule(rules, isinstance(seen[0][2], (tuple, list)))
+    first = seen[0][2] if isinstance(seen[0][2], (tuple, list)) else (seen[0][2],)
+    numbers = tuple(i for i, r in enumerate(first) if not isinstance(r, Tensor))
+    return ShapeRule(rules, isinstance(seen[0][2], (tuple, list)), numbers)
 
 
 def _axis_rule(sizes: list[int], patches: list[int], items: list[int]) -> tuple[Any, ...]:
@@ -168,7 +194,7 @@ def _axis_rule(sizes: list[int], patches: list[int], items: list[int]) -> tuple[
     return ("unknown",)
 
 
-def arity(key: str, columns: int, dtypes: tuple[torch.dtype, ...], constants: str) -> int | None:
-    """How many tensors the function returns as a tuple, or None when it returns one tensor."""
-    rule = shape_rule(key, columns, dtypes, constants)
-    return len(rule.outputs) if rule.is_tuple else None
+def arity(key: str, columns: int, specs: tuple[Spec, ...], constants: str) -> tuple[int | None, tuple[int, ...]]:
+    """How many results the function returns as a tuple (None: one, no tuple), and which of them are numbers."""
+    rule = shape_rule(key, columns, specs, constants)
+    return len(rule.outputs) if rule.is_tuple else None, rule.numbers

@@ -40,6 +40,17 @@ class Parts:
         sizes = [(i, node.meta["val"]) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.SIZE]
         self._sizes = [(position, body.bound.symbols.linear(size)) for position, size in sizes]
 
+    def possible(self) -> bool:
+        """Whether calls may be cut at all: items of three sizes and nothing else to them, results one row after another."""
+        body, bound = self.body, self.body.bound
+        if body.tail is not None or body.hoisted.reads_state or bound.pixels_per_row != 1 or bound.grid is None:
+            return False
+        roles = {node.meta["role"] for node in bound.placeholders}
+        columns = bound.placeholders[bound.grid].meta["val"].shape[-1]
+        whole_rows = all(rows == bound.symbols.unit for rows in self.layouts.segment_rows.values())
+        slots = [v for (kind, _), v in zip(body.program.outputs, body.program.output_values, strict=True) if kind == "slot"]
+        return columns == 3 and Role.ITEMS not in roles and whole_rows and all(_is_by_rows(body, value) for value in slots)
+
     def clear(self) -> None:
         """Check every plan again."""
         self._checked.clear()
@@ -73,10 +84,7 @@ class Parts:
         return Joined(self.body, args, rows, whole)
 
     def _check(self, args: Sequence[Any], whole: Sequence[Tensor], plan: Plan) -> None:
-        for index, (kind, _) in enumerate(self.body.program.outputs):
-            if kind == "slot" and not _is_by_rows(self.body, self.body.program.output_values[index]):
-                raise Misfit("parts_depend", f"result {index} is not one row after another")
-        borders = {index: whole[index].tolist() for index in self.layouts.segment_indices}
+        borders = {index: whole[index].tolist() for index in self.layouts.segment_rows}
         for part in plan.parts:
             own = self.layouts.get(self.cut(args, part), part.layout, part.rows, None).tensors
             _check_segments(self.layouts, borders, own, part)
@@ -84,7 +92,7 @@ class Parts:
 
 
 def _check_segments(layouts: LayoutCache, whole: dict[int, list[int]], own: Sequence[Tensor], part: Part) -> None:
-    for index in layouts.segment_indices:
+    for index in layouts.segment_rows:
         borders, place = own[index].tolist(), 0
         for start, count in part.ranges:
             ends = _within(whole[index], start, count)
@@ -100,7 +108,7 @@ def _check_metadata(
     symbols = body.bound.symbols
     sources = {index: source for index, _, source in body.gathers}
     for index, node in enumerate(body.hoisted.metadata):
-        if index in layouts.segment_indices or not body.program.reads(index):
+        if index in layouts.segment_rows or not body.program.reads(index):
             continue
         axes = token_axes(node.meta["val"], symbols)
         form = symbols.linear(node.meta["val"].shape[axes[0]]) if len(axes) == 1 else None
@@ -128,11 +136,11 @@ def _within(cu_seqlens: Sequence[int], start: int, count: int) -> list[int]:
 
 
 def _is_by_rows(body: CompiledBody, value: Any) -> bool:
-    """Whether a result has one token axis with a whole number of rows for each token, or none that it could be cut at."""
+    """Whether a result has one token axis, with a whole number of rows for each token."""
     symbols = body.bound.symbols
     axes = token_axes(value, symbols)
     form = symbols.linear(value.shape[axes[0]]) if len(axes) == 1 else None
-    return not axes or (form is not None and form[0] > 0 and form[1] == 0)
+    return form is not None and form[0] > 0 and form[1] == 0
 
 
 class Joined:
@@ -163,9 +171,7 @@ class Joined:
             result, fake = results[index], self.body.program.output_values[index]
             axes = token_axes(fake, symbols)
             if self.results[index] is None:
-                self.results[index] = self._empty(fake, result) if axes else result.clone()
-            if not axes:
-                continue
+                self.results[index] = self._empty(fake, result)
             each = symbols.linear(fake.shape[axes[0]])[0]  # type: ignore[index]  # `Parts` has seen that it is linear
             place = 0
             for start, count in part.ranges:

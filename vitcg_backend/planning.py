@@ -70,6 +70,7 @@ class Planner:
     Attributes:
         options: the user's options.
         unit: patches per output token.
+        cuttable: calls may be cut into parts where their layout allows it.
         costs: what has been measured.
         captured: budgets that have a capture.
         warming: captures are allowed although ``capture="warmup"`` is set.
@@ -77,6 +78,7 @@ class Planner:
 
     options: Options
     unit: int
+    cuttable: bool = True
     costs: Costs = field(default_factory=Costs)
     captured: set[int] = field(default_factory=set)
     warming: bool = False
@@ -173,7 +175,7 @@ class Planner:
         if not budgets:
             return Plan((), "not_warmed_up")
         capacities = self._capacities_of(tuple(budgets))
-        plan = self._whole_plan(layout, rows, capacities) if layout is None or layout in self._whole else None
+        plan = self._whole_plan(layout, rows, capacities) if self._stays_whole(layout) else None
         return self._faster(plan or self._packed(layout or (), rows, capacities), tokens, capacities)
 
     def _capacities_of(self, budgets: tuple[int, ...]) -> Capacities:
@@ -187,6 +189,9 @@ class Planner:
         """Plans are made anew: what they were made from has changed."""
         self._plans.clear()
         self._capacities.clear()
+
+    def _stays_whole(self, layout: Layout | None) -> bool:
+        return layout is None or not self.cuttable or layout in self._whole
 
     def _whole_plan(self, layout: Layout | None, rows: int, capacities: Capacities) -> Plan:
         tokens = rows // self.unit

@@ -97,7 +97,6 @@ class CompiledTower:
         self.body, self.kernel, self.options, self.stats = body, kernel, options, stats
         self._lowered = operators
         bound = body.bound
-        self.planner = Planner(options, bound.symbols.unit)
         roles = [node.meta["role"] for node in bound.placeholders]
         numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
         positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
@@ -107,6 +106,7 @@ class CompiledTower:
         limit = options.memory_limit_mib
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self._parts = Parts(body, self._layouts)
+        self.planner = Planner(options, bound.symbols.unit, self._parts.possible())
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._refused: dict[Any, str] = {}
         self._arena = Arena()
@@ -134,7 +134,9 @@ class CompiledTower:
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
-        rows = args[bound.pixels].shape[bound.pixel_axis]
+        rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
+        if rest:
+            return _Ask.refused(None, rows, "invalid_grid")
         for position, number in bound.numbers:
             if args[position] != number:
                 return _Ask.refused(None, rows, "other_number")
@@ -245,6 +247,9 @@ class CompiledTower:
         for number, (kind, index) in enumerate(self.body.program.outputs):
             if kind == "metadata":  # as the unpadded grid gives it
                 results[number] = self._layouts.get(args, part.layout, part.rows, None).tensors[index].clone()
+        if self.body.tail is not None:
+            exact = self._layouts.get(args, part.layout, part.rows, None).tensors
+            results = self.body.tail(part.rows // self.body.bound.symbols.unit, args, results, exact)
         return results
 
     def _uncaptured(self, args: Sequence[Any], layout: Layout | None, rows: int) -> list[Any]:
@@ -263,7 +268,8 @@ class CompiledTower:
         n = rows // bound.symbols.unit
         try:
             with torch.no_grad():
-                return run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+                results = run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+                return results if self.body.tail is None else self.body.tail(n, args, results, values.tensors)
         except Exception as error:  # a compiled piece or a kernel fails where the operators may not
             log.warning("vitcg runs a call of %d tokens by operators: %s: %s", n, type(error).__name__, error)
             self.stats.refusals["pieces_failed"] = f"{type(error).__name__}: {error}"

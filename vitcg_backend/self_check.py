@@ -50,10 +50,17 @@ def trouble(capture: Capture, results: Sequence[Any], exact: Sequence[Any]) -> s
     """Why a bucket's results are not those of the unpadded run, or None."""
     for number, (result, expected) in enumerate(zip(results, exact, strict=True)):
         if isinstance(result, Tensor):
-            text = disagreement(result, expected, capture.token_axis(number) or 0)
+            text = disagreement(result, expected, _token_axis(capture, number))
             if text is not None:
                 return f"result {number} of bucket {capture.bucket.tokens}: {text}"
     return None
+
+
+def _token_axis(capture: Capture, number: int) -> int:
+    """Token axis of a result of the call, 0 for one without."""
+    tail = capture.body.tail
+    kind, index = ("body", number) if tail is None else tail.results[number]
+    return (capture.token_axis(index) or 0) if kind == "body" else 0
 
 
 def disagreement(result: Tensor, expected: Tensor, axis: int = 0) -> str | None:

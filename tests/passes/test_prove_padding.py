@@ -36,6 +36,28 @@ SAFE: dict[str, Function] = {
     "per-row product": lambda m, x, g: torch.bmm(x.view(-1, 2, 4), x.view(-1, 2, 4).transpose(1, 2)).flatten(1),
     "gelu and silu": lambda m, x, g: F.gelu(x, approximate="tanh") * F.silu(x),
     "constants": lambda m, x, g: x + torch.ones(x.shape[0], 8),
+    "first row as a result": lambda m, x, g: (x @ m.weight)[0],
+    "row numbers": lambda m, x, g: x * torch.arange(x.shape[0])[:, None],
+    "flip of channels": lambda m, x, g: x.flip(-1),
+    "side by side": lambda m, x, g: (
+        F.conv2d(
+            x.reshape(1, -1, 8).transpose(1, 2)[..., None].repeat(1, 1, 1, 2).flatten(2)[:, :, None],
+            m.weight[:, :, None, None].repeat(1, 1, 1, 2),
+            stride=(1, 2),
+        )
+        .flatten(2)[0]
+        .t()
+    ),
+    "bags": lambda m, x, g: (
+        x
+        + F.embedding_bag(
+            metadata("positions", g)[:, None].repeat(1, 3) % 8,
+            m.weight,
+            mode="sum",
+            per_sample_weights=metadata("positions", g)[:, None].repeat(1, 3).float(),
+        )
+    ),
+    "resampled table": lambda m, x, g: x @ F.interpolate(m.weight[None, None], size=(8, 8), mode="bilinear")[0, 0],
 }
 
 UNSAFE: dict[str, tuple[Function, str]] = {
@@ -43,7 +65,7 @@ UNSAFE: dict[str, tuple[Function, str]] = {
     "mean over everything": (lambda m, x, g: x - x.mean(), "aten.mean.default has no rule"),
     "max over tokens": (lambda m, x, g: x - x.amax(0), "reduces the token axis"),
     "softmax over tokens": (lambda m, x, g: x.softmax(0), "softmax over the token axis"),
-    "flip": (lambda m, x, g: x.flip(0), "flip.default has no rule"),
+    "flip": (lambda m, x, g: x.flip(0), "reverses the token axis"),
     "roll": (lambda m, x, g: x.roll(1, 0), "has no rule|token axis"),
     "cumsum": (lambda m, x, g: x.cumsum(0), "cumsum.default has no rule"),
     "sort": (lambda m, x, g: x.sort(0)[0], "sort.+has no rule"),
@@ -52,6 +74,21 @@ UNSAFE: dict[str, tuple[Function, str]] = {
     "shift": (lambda m, x, g: torch.cat([x[1:], x[:1]]), "slices the token axis|is not a multiple of n"),
     "first row": (lambda m, x, g: x + x[0:1], "slices the token axis"),
     "select a row": (lambda m, x, g: x + x[0], "selects along the token axis"),
+    "last row as a result": (lambda m, x, g: x[-1], "selects along the token axis"),
+    "second row as a result": (lambda m, x, g: x[1], "selects along the token axis"),
+    "range from the count": (lambda m, x, g: x * torch.arange(x.shape[0], 0, -1)[:, None], "tokens as a value"),
+    "convolution over rows": (
+        lambda m, x, g: F.conv1d(x.t()[None], m.weight[:, :, None].repeat(1, 1, 3), padding=1)[0].t(),
+        "convolves over the token axis",
+    ),
+    "uneven bags": (
+        lambda m, x, g: x + F.embedding_bag(metadata("positions", g) % 8, m.weight, metadata("positions", g), mode="sum"),
+        "bags that are not equally long",
+    ),
+    "bags of a table of rows": (
+        lambda m, x, g: F.embedding_bag(metadata("positions", g)[:, None], x, mode="sum"),
+        "carries tokens",
+    ),
     "reversed gather": (lambda m, x, g: x[torch.arange(x.shape[0] - 1, -1, -1)], "tokens as a value"),
     "gather by pixels": (lambda m, x, g: x[x[:, 0].long() % 4], "did not make"),
     "batch norm in training": (lambda m, x, g: F.batch_norm(x, None, None, training=True), "reduces|has no rule"),

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import demo, plan
+from . import demo, families, plan
 from .errors import UserError
 
 __all__ = ["main"]
 
 PROGRAM = "python -m vitcg_backend"
-COMMANDS = {"demo": demo, "plan": plan}
+COMMANDS = {"demo": demo, "families": families, "plan": plan}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,7 +1,7 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `bind_tokens`, `hoist_metadata`, `split_at_attention`. On each unique piece, at ATen level: the trace,
-`prove_padding`, the rewrites, Inductor.
+On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique
+piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .. import _torch
 from ..debug import Dump
 from ..options import Options
 from .bind_tokens import Bound, bind_tokens, give_tokens
+from .cut_tail import Tail, cut_tail
 from .gelu_epilogue import gelu_epilogue
 from .graph import Ineligible
 from .hoist_metadata import Hoisted, hoist_metadata
@@ -24,6 +25,7 @@ from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
+from .write_out_of_place import write_out_of_place
 
 __all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body", "give_tokens"]
 
@@ -71,6 +73,7 @@ class CompiledBody:
     Attributes:
         hoisted: prologue and what it feeds.
         program: the body.
+        tail: what runs after it on the exact rows, None when the body is all.
         functions: for each unique piece of the program, what to call.
         gathers: (metadata index, index rows per n, source rows per n) that each layout must satisfy.
         refusal: why the body may not be padded, or None when every piece is proved.
@@ -80,6 +83,7 @@ class CompiledBody:
 
     hoisted: Hoisted
     program: Program
+    tail: Tail | None
     functions: list[PieceFunction]
     gathers: list[tuple[int, int, int]]
     refusal: Ineligible | None
@@ -127,10 +131,13 @@ def compile_body(
         Ineligible: the graph cannot be taken apart at all; it then runs as an ordinary compiled graph.
     """
     dump("dynamo", gm)
-    bound = bind_tokens(gm, example_inputs)
+    bound = bind_tokens(write_out_of_place(gm), example_inputs)
     dump("bind_tokens", bound.gm)
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)
+    tail = cut_tail(hoisted)
+    if tail is not None:
+        dump("tail", tail.gm)
     program = split_at_attention(hoisted)
     functions, gathers, limits, decisions = [], set(), [], []
     refusal = prove_prologue(hoisted)
@@ -151,7 +158,7 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, program, functions, checked, refusal, limits, decisions)
+    return CompiledBody(hoisted, program, tail, functions, checked, refusal, limits, decisions)
 
 
 def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | None:

@@ -38,15 +38,17 @@ from .. import _torch
 from ..ops import METADATA
 from .graph import Ineligible, Role, Symbols, source_line, where
 
-__all__ = ["Bound", "bind_tokens", "give_tokens"]
+__all__ = ["METADATA_TARGETS", "Bound", "bind_tokens", "give_tokens"]
 
+METADATA_TARGETS = (METADATA, torch.ops.vitcg.metadata)
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch._check, torch.sym_constrain_range_for_size}
 if hasattr(torch.ops.aten, "sym_constrain_range_for_size"):
     _ASSERTS |= {torch.ops.aten.sym_constrain_range_for_size.default, torch.ops.aten.sym_constrain_range.default}
 _IN_PLACE = {getattr(operator, n) for n in dir(operator) if n.startswith("i") and n[1:] in dir(operator)}
 _IN_PLACE |= {operator.iand, operator.ior, operator.setitem, operator.delitem}
 _MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
-_PURE_BUILTINS = {getattr(operator, n) for n in dir(operator) if callable(getattr(operator, n))} | {torch.sym_int}
+_MAX_UNIT, _MAX_UNIT_STEPS = 1024, 4
+_PURE_BUILTINS = {getattr(operator, n) for n in dir(operator) if callable(getattr(operator, n))} - _IN_PLACE | {torch.sym_int}
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Bound:
         symbols: its symbol environment.
         pixels: position of the pixel input.
         pixel_axis: its token axis.
+        pixels_per_row: length of one row on that axis: 1, or the width of a patch where patches lie side by side.
         grid: position of the grid input, or None.
         numbers: (position, value) of inputs that hold one number and were made constants: under ``dynamic=True`` Dynamo passes
             the numbers of a module so. A call with another number is served by the operators.
@@ -67,6 +70,7 @@ class Bound:
     symbols: Symbols
     pixels: int
     pixel_axis: int
+    pixels_per_row: int
     grid: int | None
     numbers: list[tuple[int, float]]
 
@@ -92,19 +96,58 @@ def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound
     grid = _grid_input(placeholders, metadata)
     for node in placeholders:
         node.meta["role"] = Role.GRID if node is grid else _role(node)
+        if grid is not None and node.meta["role"] == Role.EXTRA and _belongs_to_items(node, grid):
+            node.meta["role"] = Role.ITEMS
     pixels, axis, size = _pixel_input(placeholders)
     pixels.meta["role"] = Role.PIXELS
-    symbols = Symbols.create(_unit(gm, metadata, size))
-    give_tokens(gm, next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None))
+    index = {node: i for i, node in enumerate(placeholders)}
+    width = _pixels_per_row(example_inputs, index[pixels], axis, None if grid is None else index[grid])
+    give_tokens(gm, next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None), width)
     numbers = _specialise_numbers(gm, placeholders, example_inputs)
-    _propagate(gm, symbols, size)
+    unit = _unit(gm, metadata, size)
+    for _ in range(_MAX_UNIT_STEPS):
+        symbols = Symbols.create(unit)
+        _propagate(gm, symbols, size, width)
+        factor = _hidden_unit(gm, symbols)
+        if factor == 1:
+            break
+        unit *= factor
     gm.graph.lint()
     gm.recompile()
-    index = {node: i for i, node in enumerate(placeholders)}
-    return Bound(gm, symbols, index[pixels], axis, None if grid is None else index[grid], numbers)
+    return Bound(gm, symbols, index[pixels], axis, width, None if grid is None else index[grid], numbers)
 
 
-def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None) -> None:
+def _pixels_per_row(example_inputs: Sequence[Any], pixels: int, axis: int, grid: int | None) -> int:
+    """How long the token axis of a batch of one is for each patch of the grid, as the first call shows it."""
+    if grid is None or not example_inputs or axis == 0:
+        return 1
+    patches = sum(math.prod(row) for row in example_inputs[grid].tolist())
+    length = example_inputs[pixels].shape[axis]
+    return length // patches if patches and length % patches == 0 else 1
+
+
+def _hidden_unit(gm: fx.GraphModule, symbols: Symbols) -> int:
+    """What rows must be a multiple of besides: a whole division of them that the trace met, in a size or in a guard."""
+    sizes = [s for n in gm.graph.nodes for s in _sizes(n.meta.get("val")) if symbols.depends(s)]
+    expressions = [symbols.shape_env.simplify(s.node.expr) for s in sizes] + symbols.guards()
+    factor = 1
+    for divided, divisor in (pair for e in expressions for pair in _torch.divisions(e)):
+        rows = divided.coeff(symbols.symbol, 1)
+        if divisor.is_Integer and rows.is_Integer and rows != 0:
+            factor = math.lcm(factor, int(divisor) // math.gcd(int(divisor), int(rows)))
+    return factor if factor * symbols.unit <= _MAX_UNIT else 1
+
+
+def _sizes(value: Any) -> list[torch.SymInt]:
+    if isinstance(value, torch.SymInt):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [size for part in value for size in _sizes(part)]
+    sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None, width: int = 1) -> None:
     """Give the metadata operators of a Dynamo graph their token count and erase what asserts it, in place.
 
     Also for a graph that Inductor compiles as a whole: it then has no unknown size that stands for a known one.
@@ -112,7 +155,13 @@ def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None) -> None:
     Args:
         gm: the graph.
         default: the size input to use where Dynamo found none equal to an operator's unknown size.
+        width: how many of it make one row.
     """
+    if default is not None and width > 1:
+        rows = default
+        with gm.graph.inserting_after(where(gm.graph.nodes, "placeholder")[-1]):
+            default = gm.graph.call_function(operator.floordiv, (rows, width))
+        default.meta["example_value"] = rows.meta["example_value"] // width
     for node in _metadata_nodes(gm):
         tokens = _token_input(gm, node) or default
         if tokens is None or len(node.args) != 4:
@@ -125,7 +174,7 @@ def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None) -> None:
 
 
 def _metadata_nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.target in (METADATA, torch.ops.vitcg.metadata)]
+    return [node for node in gm.graph.nodes if node.target in METADATA_TARGETS]
 
 
 def _token_input(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:
@@ -228,6 +277,16 @@ def _grid_input(placeholders: list[fx.Node], metadata: list[fx.Node]) -> fx.Node
     return grids[0] if grids else None
 
 
+def _belongs_to_items(node: fx.Node, grid: fx.Node) -> bool:
+    """Whether an input holds one whole number for each row of the grid (`marking.py` marks both alike)."""
+    value, rows = node.meta["example_value"], grid.meta["example_value"].shape[0]
+    if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+        return False
+    if any(user.target not in METADATA_TARGETS for user in node.users):
+        return False  # a piece would read the caller's tensor, which no bucket pads
+    return bool(_hint(value.shape[0]) == _hint(rows))
+
+
 def _pixel_input(placeholders: list[fx.Node]) -> tuple[fx.Node, int, torch.SymInt]:
     candidates = []
     for node in placeholders:
@@ -276,9 +335,10 @@ def _erase_asserts(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt) -> None:
+def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt, width: int) -> None:
     """Run every node on fakes of the private environment."""
-    sizes: dict[Any, Any] = {_expression(size): symbols.n * symbols.unit if symbols.unit > 1 else symbols.n}
+    length = symbols.unit * width
+    sizes: dict[Any, Any] = {_expression(size): symbols.n * length if length > 1 else symbols.n}
 
     def convert(dim: Any) -> Any:
         if not isinstance(dim, torch.SymInt):

@@ -34,6 +34,7 @@ class Role:
     STATE = "state"  # parameter, buffer or another tensor that a module owns
     PIXELS = "pixels"
     GRID = "grid"
+    ITEMS = "items"  # one whole number for each row of the grid, e.g. merge sizes
     EXTRA = "extra"  # any other tensor of the call, e.g. cu_seqlens given by the caller
 
 
@@ -75,7 +76,9 @@ class Symbols:
         return None
 
     def depends(self, size: Any) -> bool:
-        """Whether `size`, a number of any kind such as ``1 / n``, changes with n."""
+        """Whether `size`, a number of any kind such as ``1 / n``, changes with n; of a shape, whether any size in it does."""
+        if isinstance(size, torch.Size):
+            return any(self.depends(s) for s in size)
         symbolic = isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
         return symbolic and self.symbol in self.shape_env.simplify(size.node.expr).free_symbols
 
@@ -85,8 +88,8 @@ class Symbols:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a node's value is a number and not a tensor."""
-    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+    """Whether a node's value is a number, or a shape, and not a tensor."""
+    return isinstance(value, (torch.Size, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def fake_of(node: fx.Node) -> Any:

@@ -7,8 +7,10 @@ Preconditions: `bind_tokens`.
 
 Cases: a node is 1. *free* when it depends on a module's state and on sizes only (a transposed weight): it is sunk into
 every piece that uses it; 2. *metadata* when it depends on the grid or on nothing, and on no state; equal metadata nodes
-are merged; 3. *body* otherwise. Parameters and buffers never enter the prologue, so that nothing made from them can go
-stale: an edit through ``.data`` leaves no trace that a cache could see.
+are merged; 3. *tail* when it depends on the pixels and has a size that is not ``c * n + d``, or comes after one that has;
+4. *body* otherwise. Parameters and buffers enter the prologue only where a metadata operator reads them (it works on the
+host and cannot be captured), and then the prologue runs in each call (`reads_state`): nothing made from them can go stale.
+An edit through ``.data`` leaves no trace that a cache could see.
 
 Before::
 
@@ -25,18 +27,19 @@ After::
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .bind_tokens import Bound
+from .bind_tokens import METADATA_TARGETS, Bound
 from .graph import Ineligible, Role, is_size
 
-__all__ = ["BODY", "FREE", "PROLOGUE", "Hoisted", "hoist_metadata"]
+__all__ = ["BODY", "FREE", "PROLOGUE", "TAIL", "Hoisted", "hoist_metadata"]
 
-FREE, PROLOGUE, BODY = "free", "prologue", "body"
+FREE, PROLOGUE, BODY, TAIL = "free", "prologue", "body", "tail"
 
 
 @dataclass
@@ -47,13 +50,15 @@ class Hoisted:
         bound: the graph it came from.
         prologue: module of its inputs (see `prologue_inputs`) that returns the metadata tensors.
         prologue_inputs: positions of the call's arguments that the prologue takes.
+        reads_state: whether the prologue reads weights, so that it must run in each call.
         metadata: the nodes of the bound graph that the prologue returns, in order.
-        kind: node -> free, prologue or body.
+        kind: node -> free, prologue, body or tail.
     """
 
     bound: Bound
     prologue: fx.GraphModule
     prologue_inputs: tuple[int, ...]
+    reads_state: bool
     metadata: list[fx.Node]
     kind: dict[fx.Node, str]
 
@@ -62,9 +67,11 @@ def hoist_metadata(bound: Bound) -> Hoisted:
     """Take the metadata out of the graph (see the module's text).
 
     Raises:
-        Ineligible: nothing in the graph depends on the pixels, or an input of the prologue cannot be followed.
+        Ineligible: nothing in the graph depends on the pixels, attention comes after a size that nobody knows, or an input of
+            the prologue cannot be followed.
     """
     kind = _classify(bound)
+    _mark_tail(bound, kind)
     _merge_equal(bound, kind)
     nodes = [n for n in bound.gm.graph.nodes if n.op not in ("placeholder", "output")]
     used = [n for n in nodes if kind[n] == PROLOGUE and not is_size(n.meta["val"]) and _leaves(n, kind)]
@@ -72,8 +79,9 @@ def hoist_metadata(bound: Bound) -> Hoisted:
         raise Ineligible("no_body", "nothing in this graph depends on the pixels")
     used = [n for n in used if isinstance(n.meta["val"], torch.Tensor)]
     used += [n for n in bound.placeholders if n.meta["role"] == Role.EXTRA and _gives_segments(n)]
-    prologue, inputs = _extract(bound, [n for n in nodes if kind[n] == PROLOGUE], used)
-    return Hoisted(bound, prologue, inputs, used, kind)
+    prologue, inputs = _extract(bound, [n for n in nodes if kind[n] in (PROLOGUE, FREE)], used)
+    reads_state = any(bound.placeholders[i].meta["role"] == Role.STATE for i in inputs)
+    return Hoisted(bound, prologue, inputs, reads_state, used, kind)
 
 
 def _classify(bound: Bound) -> dict[fx.Node, str]:
@@ -92,11 +100,32 @@ def _classify(bound: Bound) -> dict[fx.Node, str]:
         weight[node] = any(weight[i] for i in inputs)
         if BODY in kinds:
             kind[node] = BODY
+        elif node.target in METADATA_TARGETS or (
+            node.target is operator.getitem and node.args[0].target in METADATA_TARGETS  # type: ignore[union-attr]
+        ):
+            kind[node] = PROLOGUE  # also with weights among its inputs: it works on the host and cannot be captured
         elif PROLOGUE in kinds or not weight[node]:
             kind[node] = BODY if weight[node] else PROLOGUE
         else:
             kind[node] = FREE
     return kind
+
+
+def _mark_tail(bound: Bound, kind: dict[fx.Node, str]) -> None:
+    for node in bound.gm.graph.nodes:
+        if kind.get(node) != BODY or node.op == "placeholder":
+            continue
+        if any(kind.get(i) == TAIL for i in node.all_input_nodes) or _has_unknown_size(node.meta["val"], bound):
+            kind[node] = TAIL
+            if "varlen_attention" in str(node.target):
+                raise Ineligible("unknown_size", f"{node.format_node()}: attention over rows that no bucket fixes")
+
+
+def _has_unknown_size(value: Any, bound: Bound) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_unknown_size(part, bound) for part in value)
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,) if isinstance(value, torch.SymInt) else ()
+    return any(isinstance(s, torch.SymInt) and bound.symbols.linear(s) is None for s in sizes)
 
 
 def _merge_equal(bound: Bound, kind: dict[fx.Node, str]) -> None:
@@ -114,7 +143,13 @@ def _merge_equal(bound: Bound, kind: dict[fx.Node, str]) -> None:
 
 
 def _leaves(node: fx.Node, kind: dict[fx.Node, str]) -> bool:
-    return any(user.op == "output" or kind[user] == BODY for user in node.users)
+    """Whether anything outside the prologue reads a node, its sizes included."""
+    for user in node.users:
+        if user.op == "output" or kind[user] in (BODY, TAIL):
+            return True
+        if is_size(user.meta["val"]) and _leaves(user, kind):
+            return True
+    return False
 
 
 def _gives_segments(node: fx.Node) -> bool:

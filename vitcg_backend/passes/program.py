@@ -25,12 +25,13 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """Packed attention over slots ``[T, H, D]``; `segments` is the index of the cu_seqlens among the metadata."""
+    """Packed attention over slots ``[rows * n, H, D]``; `segments` is the index of the cu_seqlens among the metadata."""
 
     query: int
     key: int
     value: int
     segments: int
+    rows: int
     scale: float
     output: int
     free: tuple[int, ...]

@@ -131,15 +131,16 @@ class _Walker:
 
     def visit(self, node: fx.Node) -> None:
         rule = RULES.get(node.target)
-        if rule is None:
+        arguments = [*node.args, *node.kwargs.values()]
+        if rule is None and (self._carries(node) or _holds_size(arguments, self.symbols)):
             raise self._refusal(node, "has no rule")
-        for position, argument in enumerate([*node.args, *node.kwargs.values()]):
-            if position != rule.shape_argument and _holds_size(argument, self.symbols):
+        for position, argument in enumerate(arguments):
+            if rule is not None and position != rule.shape_argument and _holds_size(argument, self.symbols):
                 raise self._refusal(node, "uses the number of tokens as a value")
         try:
             rows = Rows(node, self._rows, self.symbols, self._gather, self._lookup)
-            if not rows.inputs and not rows.output_carries:
-                text = "no token axis"
+            if rule is None or (not rows.inputs and not rows.output_carries):
+                text = "no token axis"  # whatever it computes, the number of rows has no part in it
             elif not rows.inputs:
                 text = rule.creates(rows)
             else:
@@ -155,6 +156,12 @@ class _Walker:
         output = next(n for n in self.gm.graph.nodes if n.op == "output")
         for node in output.all_input_nodes:
             self._require_known_shape(node)
+
+    def _carries(self, node: fx.Node) -> bool:
+        """Whether a token axis goes into a node or comes out of it."""
+        values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        tensors = [t for v in values for t in (v if isinstance(v, (tuple, list)) else (v,))]
+        return any(token_axes(tensor, self.symbols) for tensor in tensors)
 
     def _rows(self, value: Any) -> tuple[int, int] | None:
         """(axis, rows per n) of a fake value, None without a token axis."""

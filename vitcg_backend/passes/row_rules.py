@@ -45,9 +45,9 @@ class Rows:
         lookup: Callable[[fx.Node], None],
     ) -> None:
         self.node, self.symbols, self._rows_of, self.gather, self.lookup = node, symbols, rows_of, gather, lookup
-        found = [(source, rows_of(source.meta.get("val"))) for source in node.all_input_nodes]
+        found = [(source, rows_of(_read_parts(source))) for source in node.all_input_nodes]
         self.inputs = [(source, *place) for source, place in found if place is not None]
-        self.output: Any = rows_of(node.meta["val"])
+        self.output: Any = rows_of(_read_parts(node))
 
     @property
     def output_carries(self) -> bool:
@@ -104,6 +104,15 @@ class Rows:
         """Exactly one input carries tokens."""
         if len(self.inputs) != 1:
             raise Refusal("has several inputs with a token axis")
+
+
+def _read_parts(node: fx.Node) -> Any:
+    """The value of a node; of a tuple the parts that something reads."""
+    value = node.meta.get("val")
+    if not isinstance(value, (tuple, list)):
+        return value
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return tuple(part for i, part in enumerate(value) if i in read)
 
 
 @dataclass(frozen=True)
@@ -305,6 +314,29 @@ def _full(rows: Rows) -> str:
     raise Refusal("is given a tensor")
 
 
+@rule(prims.iota.default, shape_argument=0, creates=lambda rows: "row i is i, however many rows there are")
+def _iota(rows: Rows) -> str:
+    raise Refusal("is given a tensor")
+
+
+@rule(*_overloads("_embedding_bag", "_embedding_bag_forward_only"))
+def _embedding_bag(rows: Rows) -> str:
+    table, indices, offsets = rows.node.args[:3]
+    weights = rows.argument(6, "per_sample_weights")
+    if rows.of(table) is not None or rows.of(indices) is None or rows.of(offsets) is None or rows.argument(7, "include_last"):
+        raise Refusal("looks bags up in a table that carries tokens, or in unknown bags")
+    taken, bags = rows.of(indices)[1], rows.of(offsets)[1]
+    start, step = offsets.kwargs.get("start"), offsets.kwargs.get("step")
+    if offsets.target is not prims.iota.default or start != 0 or step * bags != taken:
+        raise Refusal("looks up bags that are not equally long")
+    if weights is not None and rows.of(weights) != (0, taken):
+        raise Refusal("weighs bags by something whose rows are not aligned")
+    if {user.args[1] for user in rows.node.users} != {0}:
+        raise Refusal("reads the bookkeeping of bags")
+    rows.keep(bags)
+    return "equally long bags of a table without tokens"
+
+
 @rule(*_overloads("full_like", "zeros_like", "ones_like"))
 def _full_like(rows: Rows) -> str:
     rows.keep()
@@ -314,7 +346,11 @@ def _full_like(rows: Rows) -> str:
 @rule(*_overloads("select.int", "unbind.int"))
 def _select(rows: Rows) -> str:
     if rows.axis in rows.dims(rows.argument(1, "dim", 0)):
-        raise Refusal("selects along the token axis")
+        index = rows.argument(2, "index")
+        result_alone = all(user.op == "output" for user in rows.node.users)
+        if rows.output is not None or not isinstance(index, int) or not 0 <= index < rows.rows or not result_alone:
+            raise Refusal("selects along the token axis")
+        return "a result: a row of the first block, which is real"
     rows.keep()
     return "not along the token axis"
 
@@ -326,6 +362,14 @@ def _slice(rows: Rows) -> str:
         whole = start in (0, None) and (end is None or (isinstance(end, int) and end >= 2**62))
         if not whole or rows.argument(4, "step", 1) != 1:
             raise Refusal("slices the token axis")
+    rows.keep()
+    return "not along the token axis"
+
+
+@rule(*_overloads("flip"), prims.rev.default)
+def _flip(rows: Rows) -> str:
+    if rows.axis in rows.dims(rows.argument(1, "dims")):
+        raise Refusal("reverses the token axis")
     rows.keep()
     return "not along the token axis"
 
@@ -430,10 +474,22 @@ def _layer_norm(rows: Rows) -> str:
 @rule(*_overloads("convolution"))
 def _convolution(rows: Rows) -> str:
     rows.only_first()
-    if rows.axis != 0 or rows.inputs[0][0] is not rows.node.args[0]:
+    if rows.inputs[0][0] is not rows.node.args[0] or rows.axis == 1:
         raise Refusal("convolves over the token axis")
-    rows.keep()
-    return "tokens in the batch"
+    if rows.axis == 0:
+        rows.keep()
+        return "tokens in the batch"
+    weight, stride, padding, dilation, transposed = (rows.node.args[i] for i in (1, 3, 4, 5, 6))
+    length = weight.meta["val"].shape[rows.axis]
+    step, pad, spread = (_per_axis(v, rows.axis - 2) for v in (stride, padding, dilation))
+    if transposed or not isinstance(length, int) or (step, pad, spread) != (length, 0, 1) or rows.rows % length:
+        raise Refusal("convolves over the token axis")
+    rows.keep(rows.rows // length)
+    return "whole patches, side by side"
+
+
+def _per_axis(value: Any, axis: int) -> Any:
+    return value[axis] if len(value) > 1 else value[0]
 
 
 @rule(*_overloads("embedding"))

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from ..attention import op as _op  # noqa: F401  registers the operator
-from .graph import Ineligible, Symbols, is_size, source_line, token_axes
+from .graph import Ineligible, Symbols, is_size, rows_of, source_line, token_axes
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
 from .program import AttentionStep, PieceStep, Program, UniquePiece
 
@@ -143,7 +143,16 @@ class _Splitter:
             self.program.attention.append(entry)
         scale = float(scale) if scale is not None else float(fake.shape[-1]) ** -0.5
         slots = (self._slot(query), self._slot(key), self._slot(value))
-        return AttentionStep(*slots, self.metadata[segments], scale, self._slot(node), free)
+        rows = rows_of(fake, 0, self.symbols)
+        return AttentionStep(*slots, self._segments(segments, rows), rows, scale, self._slot(node), free)
+
+    def _segments(self, node: fx.Node, rows: int) -> int:
+        """Index of a cu_seqlens, which belongs to one number of rows: a tower may merge rows half way."""
+        index = self.metadata[node]
+        for step in self.program.steps:
+            if isinstance(step, AttentionStep) and step.segments == index and step.rows != rows:
+                raise Ineligible("segments", f"{node.format_node()}: its segments are used for {rows} and {step.rows} rows")
+        return index
 
     def _piece(self, nodes: list[fx.Node], results: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         graph = fx.Graph()
@@ -160,7 +169,7 @@ class _Splitter:
 
         def use(node: fx.Node) -> Any:
             if is_size(node.meta["val"]):
-                return self._emit_size(node, graph, n, sizes)
+                return self._emit_size(node, node.meta["val"], graph, n, sizes)
             if node not in copies:  # a free node, sunk here
                 copies[node] = copy(node)
             return copies[node]
@@ -189,8 +198,9 @@ class _Splitter:
                 else:
                     inputs.append(source)
 
-    def _emit_size(self, node: fx.Node, graph: fx.Graph, n: fx.Node, sizes: dict[Any, Any]) -> Any:
-        value = node.meta["val"]
+    def _emit_size(self, node: fx.Node, value: Any, graph: fx.Graph, n: fx.Node, sizes: dict[Any, Any]) -> Any:
+        if isinstance(value, torch.Size):
+            return tuple(self._emit_size(node, size, graph, n, sizes) for size in value)
         if isinstance(value, (torch.SymFloat, torch.SymBool)):  # what padding changes cannot be a number in a piece
             raise Ineligible("unproved", f"{node.format_node()} uses a symbolic size as a value ({source_line(node)})")
         if not isinstance(value, torch.SymInt):

@@ -51,7 +51,7 @@ def tiny_tower(
     # Made on the CPU: the weights do not depend on the device.
     tower = _build(name, sizes[name], depth, torch.device("cpu"), dtype, attn_implementation)
     chance = torch.Generator().manual_seed(seed)
-    _randomise(tower, chance)
+    randomise(tower, chance)
     if heavy_tailed:
         _add_outliers(tower, chance)
     return tower.to(device)
@@ -80,7 +80,7 @@ def published_tower(
     """
     _check_name(name, list(ARCHITECTURES), "published tower")
     tower = _build(name, ARCHITECTURES[name].published, depth, torch.device(device), dtype, "sdpa")
-    _randomise(tower, torch.Generator(device).manual_seed(seed))
+    randomise(tower, torch.Generator(device).manual_seed(seed))
     return tower
 
 
@@ -154,7 +154,7 @@ def _linear_modules(tower: nn.Module) -> Iterator[nn.Linear | nn.Conv2d | nn.Con
 
 
 @torch.no_grad()
-def _randomise(tower: nn.Module, chance: torch.Generator) -> None:
+def randomise(tower: nn.Module, chance: torch.Generator) -> None:
     """Overwrite every parameter so that values of order 1 stay of order 1.
 
     Weights of linear layers and convolutions by their fan-in, norm weights around 1, biases of 0.1, and what is added

@@ -1,0 +1,235 @@
+"""Whole models: with the tower compiled in place `generate` gives eager's tokens, and the model stays a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitcg_backend
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of modelling files, not ours
+
+START, END, IMAGE, VIDEO = 90, 91, 92, 93
+TEXT = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 99,
+    "max_position_embeddings": 4096,
+}
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+MODELS = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"depth": 2, "embed_dim": 64, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4},
+        {"rope_parameters": ROPE},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        {"rope_parameters": ROPE},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        {"rope_parameters": ROPE, "head_dim": 8},
+    ),
+    "glm4v": (
+        "Glm4v",
+        {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "image_size": 32,
+        },
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+    ),
+}
+
+
+def make_model(name: str) -> nn.Module:
+    """A tiny model with seeded random weights, in eval mode."""
+    transformers = pytest.importorskip("transformers")
+    prefix, vision, text = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(vision_config=vision, text_config={**TEXT, **text}, **TOKENS)
+    if name == "glm4v":
+        config.image_start_token_id, config.image_end_token_id = START, END
+        config.video_start_token_id, config.video_end_token_id = START, END
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, f"{prefix}ForConditionalGeneration")._from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return model.eval()
+
+
+def prompt(
+    images: list[tuple[int, int]], videos: list[tuple[int, int, int]], seed: int = 0, split: bool = False
+) -> dict[str, Tensor]:
+    """One prompt: words, images of (height, width) and videos of (frames, height, width) in patches, words.
+
+    Args:
+        images: sizes.
+        videos: sizes.
+        seed: of words and pixels.
+        split: a video's frames stand apart in the prompt, each between its own marks.
+    """
+    words = random.Random(seed)
+    ids, kinds = [1, words.randrange(2, 80)], [0, 0]
+
+    def place(token: int, kind: int, count: int) -> None:
+        ids.extend([START, *[token] * count, END, words.randrange(2, 80)])
+        kinds.extend([0, *[kind] * count, 0, 0])
+
+    for height, width in images:
+        place(IMAGE, 1, height * width // 4)
+    for frames, height, width in videos:
+        for _ in range(frames if split else 1):
+            place(VIDEO, 2, height * width // 4 * (1 if split else frames))
+    noise = torch.Generator().manual_seed(seed)
+    inputs = {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+        "mm_token_type_ids": torch.tensor([kinds]),
+    }
+    if images:
+        inputs["image_grid_thw"] = torch.tensor([(1, h, w) for h, w in images])
+        inputs["pixel_values"] = torch.randn(sum(h * w for h, w in images), 96, generator=noise)
+    if videos:
+        inputs["video_grid_thw"] = torch.tensor(videos)
+        inputs["pixel_values_videos"] = torch.randn(sum(t * h * w for t, h, w in videos), 96, generator=noise)
+    return inputs
+
+
+def generate(model: nn.Module, inputs: dict[str, Tensor]) -> list[int]:
+    """Greedy tokens."""
+    with torch.no_grad():
+        output: Any = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    return output[0].tolist()
+
+
+def compile_in_place(model: nn.Module, how: str) -> None:
+    """Compile the tower, by its method or by assignment."""
+    options = {"inner": "eager"}
+    if how == "method":
+        model.model.visual.compile(backend="vitcg", options=options)
+    else:
+        model.model.visual = torch.compile(model.model.visual, backend="vitcg", options=options)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Each test compiles by itself."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", ["method", "assignment"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_gives_eagers_tokens(name: str, how: str) -> None:
+    """Images, several, a video, both in one prompt, text alone: eager's token ids, and text never calls the backend."""
+    model = make_model(name)
+    split = name in ("qwen3_vl", "glm4v")  # these put each frame between marks of its own
+    prompts = [
+        prompt([(4, 4)], []),
+        prompt([(8, 4), (4, 4)], [], 1),
+        prompt([], [(2, 4, 8)], 2, split),
+        prompt([(4, 8)], [(2, 4, 4)], 3, split) if name != "glm4v" else prompt([], [(3, 4, 4)], 3, split),
+    ]
+    if name == "glm4v":  # it has one token for both, so a prompt holds images or videos
+        for inputs in prompts:
+            inputs["input_ids"][inputs["input_ids"] == VIDEO] = IMAGE
+    text = prompt([], [], 4)
+    expected = [generate(model, p) for p in (*prompts, text)]
+    compile_in_place(model, how)
+    assert [generate(model, p) for p in prompts] == expected[:-1]
+    assert [generate(model, p) for p in reversed(prompts)] == expected[-2::-1]
+    before = vitcg_backend.stats(model.model.visual)
+    assert before.calls == before.hits > 7
+    assert before.graphs == (2 if name == "glm4v" else 1)  # it calls its tower with other arguments for images than for videos
+    assert before.unique_pieces == before.pieces / before.graphs
+    assert generate(model, text) == expected[-1]
+    assert vitcg_backend.stats(model.model.visual).calls == before.calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fifty_prompts_compile_once(name: str) -> None:
+    """Continuous use: prompts of mixed sizes need no compile after the first, and keep a bounded number of buckets."""
+    model = make_model(name)
+    compile_in_place(model, "method")
+    chance = random.Random(0)
+    for step in range(50):
+        images = [(chance.choice((4, 8, 12)), chance.choice((4, 8, 16))) for _ in range(chance.randint(1, 3))]
+        inputs = prompt(images, [], step)
+        with torch.no_grad():
+            model(**inputs)
+        if step == 0:
+            first = vitcg_backend.stats(model.model.visual)
+    last = vitcg_backend.stats(model.model.visual)
+    assert first.graphs == last.graphs == 1
+    assert last.hits == last.calls == 50
+    assert last.captures <= 20
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl"])
+def test_model_is_unharmed(name: str, tmp_path) -> None:
+    """state_dict, save_pretrained, deepcopy and pickle of a model in use: as before, and the copies work."""
+    model = make_model(name)
+    inputs = prompt([(4, 4), (8, 4)], [])
+    expected = generate(model, inputs)
+    names = list(model.state_dict())
+    compile_in_place(model, "method")
+    assert generate(model, inputs) == expected
+    assert list(model.state_dict()) == names
+    clone = copy.deepcopy(model)
+    assert generate(clone, inputs) == expected
+    stream = io.BytesIO(pickle.dumps(model))
+    assert generate(pickle.load(stream), inputs) == expected
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert generate(loaded, inputs) == expected
+    loaded.model.visual.compile(backend="vitcg", options={"inner": "eager"})
+    assert generate(loaded, inputs) == expected
+    assert generate(model, inputs) == expected
