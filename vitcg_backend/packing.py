@@ -5,7 +5,8 @@ best where its padding costs less than a second replay's fixed part, which is ne
 
 1. the items are cut into two groups whose sizes lie closest below two buckets: subset sums, as the bits of an integer;
 2. while they do not fit one replay (tokens, items or frames), a group is filled with the largest items that fit;
-3. next-fit in the order of the call is tried as well, so that the result never costs more than it.
+3. next-fit in the order of the call is tried as well, so that the result never costs more than it;
+4. where all that may have left out something better and the items are few, every way to group them is looked at.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Group = tuple[list[int], int]
 """Ascending indices of items, and the budget of the bucket that holds them."""
 
 UNBOUNDED = 1 << 62
+CLOSE = 1.2  # within this factor of the least cost that there can be, nothing better is looked for
+ALL_PARTITIONS = 5  # items: there are 52 ways to group them
 EXACT_ITEMS = 14  # the smallest items, whose subsets are all looked at; the larger ones go where the largest goes
 
 
@@ -95,6 +98,10 @@ def pack(tokens: Sequence[int], frames: Sequence[int], capacities: Capacities) -
         if cost > capacities.least(total, -(-total // largest)):
             in_order = next_fit(tokens, frames, capacities)
             groups = in_order if _cost(in_order, tokens, capacities) <= cost else groups
+    if 1 < count <= ALL_PARTITIONS and _cost(groups, tokens, capacities) > CLOSE * capacities.least(
+        total, -(-total // largest)
+    ):
+        groups = _best(tokens, frames, capacities)
     return [(sorted(group), capacities.budgets[capacities.rung(_total(group, tokens))]) for group in groups]
 
 
@@ -147,6 +154,27 @@ def _filled(tokens: Sequence[int], frames: Sequence[int], capacities: Capacities
     if len(rest) > 1 and capacities.cost(rows) > capacities.least(rows, 2):
         return groups + _halved(rest, tokens, capacities)
     return groups + [rest] if rest else groups
+
+
+def _best(tokens: Sequence[int], frames: Sequence[int], capacities: Capacities) -> list[list[int]]:
+    """The cheapest of all ways to group the items within the limits."""
+
+    def fits(group: Sequence[int]) -> bool:
+        whole = _total(group, tokens) <= capacities.budgets[-1] and len(group) <= capacities.max_items
+        return whole and _total(group, frames) <= capacities.max_frames
+
+    ways = (way for way in _partitions(range(len(tokens))) if all(map(fits, way)))
+    return min(ways, key=lambda way: _cost(way, tokens, capacities))
+
+
+def _partitions(items: Sequence[int]) -> list[list[list[int]]]:
+    """All ways to put items into groups."""
+    found: list[list[list[int]]] = [[]]
+    for item in items:
+        grown = [[*groups, [item]] for groups in found]
+        grown += [[*g[:i], [*g[i], item], *g[i + 1 :]] for g in found for i in range(len(g))]
+        found = grown
+    return found
 
 
 def _halved(order: list[int], tokens: Sequence[int], capacities: Capacities) -> list[list[int]]:
