@@ -115,7 +115,7 @@ def test_shapes_that_were_learnt_are_held_against_each_layout() -> None:
 
     vitcg_backend.register_lowering(table)
     tower = Tower()
-    compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager"})
+    compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
     for layout in ([[1, 4, 4]], [[1, 4, 3]], [[1, 2, 4], [1, 2, 2]], [[1, 2, 3], [1, 2, 5]]):
         grid = torch.tensor(layout)
         pixels = torch.randn(int(grid.prod(1).sum()), 8)
@@ -163,6 +163,6 @@ def test_cu_seqlens_beside_plain_sdpa_is_ignored_as_in_eager() -> None:
             return sdpa_attention_forward(self, y, y, y, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)[0]
 
     module, x, cu = Plain(), torch.randn(8, 4), torch.tensor([0, 3, 8], dtype=torch.int32)
-    compiled = torch.compile(module, backend="vitcg", options={"inner": "eager"})
+    compiled = torch.compile(module, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
     with torch.no_grad():
         assert torch.equal(compiled(x, cu), module(x, cu))

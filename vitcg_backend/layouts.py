@@ -184,7 +184,10 @@ class LayoutCache:
     def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
         """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""
         given = [(node, args[i]) for i, node in enumerate(self.body.bound.placeholders) if node.meta["role"] == Role.EXTRA]
-        for node, tensor in (*zip(self.body.hoisted.metadata, tensors, strict=True), *given):
+        made = [
+            pair for i, pair in enumerate(zip(self.body.hoisted.metadata, tensors, strict=True)) if self.body.program.reads(i)
+        ]
+        for node, tensor in (*made, *given):
             for size, traced in zip(tensor.shape, node.meta["val"].shape, strict=True):
                 form = self.body.bound.symbols.linear(traced)
                 if form is not None and size != form[0] * n + form[1]:

@@ -243,7 +243,7 @@ def measure(family: Family) -> FamilyStatus:
 
     tower = family.tower()
     torch._dynamo.reset()
-    compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager"})
+    compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
     held: list[tuple[Any, Any]] = []
     rejected: dict[Layout, Exception] = {}
     with torch.no_grad():
