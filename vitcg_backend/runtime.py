@@ -432,13 +432,13 @@ class CompiledTower:
         return self._arena.bytes + sum(capture.own_bytes for capture in self._captures.values())
 
     def has_room(self, tokens: int) -> bool:
-        """Whether `memory_limit_mib` leaves room for a bucket of `tokens`, judged by the size of the latest capture."""
+        """Whether `memory_limit_mib` leaves room for a bucket of `tokens`, judged by what a token of those captured takes."""
         limit = self.options.memory_limit_mib
         if limit is None or not self._captures:
             return True
-        latest = next(reversed(self._captures.values()))
-        held = sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
-        return held + latest.static_bytes * tokens / latest.bucket.tokens <= limit << 20
+        held = self._layouts.num_bytes + sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
+        captured = sum(key[0].tokens for key in self._captures)
+        return held * (1 + tokens / captured) <= limit << 20
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers that used this graph owns any tensor of these ids."""
