@@ -690,7 +690,7 @@ def test_b16_metadata_of_the_caller_is_eagers_or_eagers_error() -> None:
     positions = torch.zeros(16, 2, dtype=torch.int64, device=DEVICE)
     assert_same(compiled, tower, IMAGE, position_ids=positions)
     # The first call of a kind is traced, and what does not fit there is Dynamo's error, with its words for the same fault.
-    with torch.no_grad(), pytest.raises(RuntimeError, match="size of tensor|broadcast a dimension"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"size of tensor|broadcast a dimension"):
         compiled(pixels, grid_thw=grid, position_ids=positions[:12])
     assert set(stats(tower).fallbacks) == {"caller_metadata"}
 
