@@ -27,6 +27,7 @@ from common import (
     tensor,
     tiny_tower,
 )
+from transformers import vision_utils
 
 import vitcg_backend
 from vitcg_backend import testing
@@ -668,7 +669,8 @@ def test_a_piece_that_fails_gives_way_to_the_operators(monkeypatch: pytest.Monke
         patch.setattr(part.body, "functions", [fail] * len(part.body.functions))
         for _ in range(3):
             assert_same(compiled, tower, VIDEO)
-    assert len(calls) == 5  # the run to compare with, one attempt at the capture, and the three calls themselves
+    # One attempt at the capture (a GPU breaks off in it, a CPU in the run to compare with and the operators'), and three calls.
+    assert len(calls) == (5 if DEVICE == "cpu" else 4)
     assert_same(compiled, tower, IMAGE)
     assert (stats(tower).hits, stats(tower).fallbacks) == (2, {"capture_failed": 3})
     assert stats(tower).refusals["pieces_failed"] == "MemoryError: no memory for a piece"
@@ -820,3 +822,35 @@ def test_b72_copies_and_state_dict_after_a_capture() -> None:
         for p in eager.parameters():
             p.mul_(2)
     assert_same(twin, eager, IMAGE)
+
+
+class _GivesViews(torch.nn.Module):
+    """A packed module with results that share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rows, their first column and the first row."""
+        ids = vision_utils.get_vision_position_ids(grid_thw, 1)
+        out = self.linear(pixels) + ids.sum(-1, keepdim=True)
+        return out, out[:, 1], out[0]
+
+
+def test_results_that_share_memory_share_it_in_the_callers_hands() -> None:
+    """A write into one result shows in the results that are views of it, as in eager."""
+    tower = _GivesViews().to(DEVICE)
+    compiled = compile_tower(tower)
+    for layout in (((1, 2, 4),), ((1, 2, 4), (1, 4, 4)), ((1, 2, 4),)):
+        grid = tensor(layout)
+        pixels = torch.randn(int(grid.prod(1).sum()), 8, device=DEVICE)
+        with torch.no_grad():
+            results = [tower(pixels, grid), compiled(pixels, grid)]
+            for out, column, row in results:
+                out.add_(1)
+                column.mul_(2)
+                row[2] = 7
+        for expected, result in zip(*results, strict=True):
+            torch.testing.assert_close(result, expected)
+    assert stats(tower).hits == 3, stats(tower)

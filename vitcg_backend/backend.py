@@ -24,7 +24,7 @@ from .errors import AttentionUnavailable, Refused, VitcgError
 from .marking import clear_marks, steps_taken
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
-from .passes.outer_no_grad import outer_no_grad
+from .passes.outer_no_grad import outer_no_grad, without_grad_modes
 from .runtime import CompiledTower
 
 __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
@@ -74,7 +74,7 @@ def vitcg(
     compiled = _cache.compiled
     try:
         with torch.inference_mode(False):
-            body = compile_body(_copy(quiet), example_inputs, options=parsed, cache=_cache, dump=dump)
+            body = compile_body(_copy(without_grad_modes(quiet)), example_inputs, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:

@@ -162,6 +162,7 @@ class Capture:
         with torch.inference_mode(False), torch.no_grad():
             self._make_inputs(args, values)
         self._outputs = [self._output(v) for v in body.program.output_values]
+        self._views_of = body.program.views
 
     def _make_inputs(self, args: Sequence[Any], values: LayoutValues) -> None:
         bound, n = self.body.bound, self.bucket.tokens
@@ -320,11 +321,29 @@ class Capture:
     def copy_out(self, rows: int) -> list[Any]:
         """Copies of the real rows, which belong to the caller."""
         views = self.real_rows(rows)
-        results = [torch.empty_like(v) if isinstance(v, Tensor) else v for v in views]
-        pairs = [(r, v) for r, v in zip(results, views, strict=True) if isinstance(v, Tensor)]
+        of = self._views_of
+        results = [torch.empty_like(v) if isinstance(v, Tensor) and i not in of else v for i, v in enumerate(views)]
+        pairs = [(r, v) for i, (r, v) in enumerate(zip(results, views, strict=True)) if isinstance(v, Tensor) and i not in of]
         if pairs:
             torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
+        for index, owner in of.items():
+            results[index] = _same_view(views[index], views[owner], results[owner])
         return results
+
+
+def _same_view(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:
+    """The view of `copy` that `view` is of `owner`: results that share memory share it in the caller's hands, too.
+
+    Raises:
+        RuntimeError: it is none, or the copy is laid out otherwise.
+    """
+    offset, rest = divmod(view.data_ptr() - owner.data_ptr(), owner.element_size())
+    last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    end = sum((size - 1) * stride for size, stride in zip(owner.shape, owner.stride(), strict=True))
+    laid = [s for size, s in zip(owner.shape, owner.stride(), strict=True) if size > 1]
+    if rest or offset < 0 or last > end or laid != [s for size, s in zip(copy.shape, copy.stride(), strict=True) if size > 1]:
+        raise RuntimeError("two results share memory in a way that copies of them cannot")
+    return copy.as_strided(view.shape, view.stride(), copy.storage_offset() + offset)
 
 
 def bytes_needed(body: CompiledBody, bucket: Bucket, args: Sequence[Any], values: LayoutValues) -> int:

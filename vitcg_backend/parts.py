@@ -48,6 +48,8 @@ class Parts:
         roles = {node.meta["role"] for node in bound.placeholders}
         columns = bound.placeholders[bound.grid].meta["val"].shape[-1]
         whole_rows = all(rows == bound.symbols.unit for rows in self.layouts.segment_rows.values())
+        if body.program.views:
+            return False
         slots = [v for (kind, _), v in zip(body.program.outputs, body.program.output_values, strict=True) if kind == "slot"]
         return columns == 3 and Role.ITEMS not in roles and whole_rows and all(_is_by_rows(body, value) for value in slots)
 

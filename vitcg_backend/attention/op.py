@@ -16,6 +16,7 @@ operator.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -79,11 +80,19 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | No
     longest = q.shape[0] if max_seqlen is None else max_seqlen
     if q.numel() == 0:
         return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+    if not torch.cuda.is_current_stream_capturing() and not _covers(cu_seqlens.tolist(), q.shape[0]):
+        return attention_by_segment(q, k, v, cu_seqlens, scale)  # raises as eager does, where a kernel would read elsewhere
     if _flash_takes(q, k, v):
         return flash_varlen(q, k, v, cu_seqlens.to(q.device, torch.int32), longest, scale)
     if _last_axis_contiguous(q, k, v) and efficient_unusable(q.device, q.dtype, _odd_dim(q, v)) is None:
         return efficient_varlen(q, k, v, cu_seqlens.to(q.device, torch.int32), longest, scale)
     return attention_by_segment(q, k, v, cu_seqlens, scale)
+
+
+def _covers(cu_seqlens: list[int], rows: int) -> bool:
+    """Whether segments begin at row 0, follow one another and end with the last row."""
+    whole = cu_seqlens[:1] == [0] and cu_seqlens[-1] == rows
+    return whole and all(a <= b for a, b in itertools.pairwise(cu_seqlens))
 
 
 def _flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-from torch import fx
+from torch import Tensor, fx
 
 from .. import _torch
 from ..debug import Dump
@@ -155,10 +155,19 @@ def compile_body(
             text = "a table is looked up by an index that is not metadata: that of a padded row could point anywhere"
             refusal = refusal or Ineligible("unproved", text)
     limits.append((program.symbols.symbol, program.symbols.guards()))
+    if _gives_away_inputs(program, bound):
+        refusal = refusal or Ineligible("aliased_input", "a result is a view of an argument, which static buffers stand for")
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
     return CompiledBody(hoisted, program, tail, functions, checked, refusal, limits, decisions)
+
+
+def _gives_away_inputs(program: Program, bound: Bound) -> bool:
+    """Whether a result is a view of an argument of the call: a write into it would have to reach the caller's tensor."""
+    given = {n.meta["val"].untyped_storage()._cdata for n in bound.placeholders if isinstance(n.meta["val"], Tensor)}
+    results = zip(program.outputs, program.output_values, strict=True)
+    return any(kind == "slot" and value.untyped_storage()._cdata in given for (kind, _), value in results)
 
 
 def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-__all__ = ["outer_no_grad"]
+__all__ = ["outer_no_grad", "without_grad_modes"]
 
 
 def outer_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
@@ -41,4 +41,20 @@ def outer_no_grad(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(gm.graph, values))
     for node in ends:
         graph.erase_node(values[node])
+    return fx.GraphModule(gm, graph)
+
+
+def without_grad_modes(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph that wants no gradients without its switches of grad mode, or the same object if it has none.
+
+    They change no value, and Dynamo restores the caller's mode itself where a graph leaves another one behind.
+    """
+    if not any(node.target is torch._C._set_grad_enabled for node in gm.graph.nodes):
+        return gm
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    for node, copy in values.items():
+        if node.target is torch._C._set_grad_enabled:
+            graph.erase_node(copy)
     return fx.GraphModule(gm, graph)

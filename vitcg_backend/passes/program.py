@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .graph import Symbols
 
@@ -84,6 +85,22 @@ class Program:
     output_values: list[Any] = field(default_factory=list)
     attention: list[tuple[torch.device, torch.dtype, int]] = field(default_factory=list)
 
+    @property
+    def views(self) -> dict[int, int]:
+        """Result -> result whose memory it is a view of: the largest of those that share it, as the trace shows it."""
+        owners: dict[Any, int] = {}
+        found = [
+            (i, v) for i, ((kind, _), v) in enumerate(zip(self.outputs, self.output_values, strict=True)) if kind == "slot"
+        ]
+        for index, value in sorted(found, key=lambda pair: -_hinted_numel(pair[1])):
+            owners.setdefault(value.untyped_storage()._cdata, index)
+        return {i: owners[v.untyped_storage()._cdata] for i, v in found if owners[v.untyped_storage()._cdata] != i}
+
     def reads(self, metadata: int) -> bool:
         """Whether a piece reads that metadata tensor: attention has its own form of it, a result is no read."""
         return any(self.metadata[metadata] in step.inputs for step in self.steps if isinstance(step, PieceStep))
+
+
+def _hinted_numel(value: Tensor) -> int:
+    """Elements of a fake tensor at the sizes that the trace had."""
+    return math.prod(size.node.hint or 1 if isinstance(size, torch.SymInt) else size for size in value.shape)
