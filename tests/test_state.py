@@ -402,7 +402,7 @@ def test_set_attn_implementation_between_calls() -> None:
     assert stats(tower).hits == 4
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations((None, torch.bfloat16, torch.float16))))[::2]
+@pytest.mark.parametrize("order", list(itertools.permutations((None, torch.bfloat16, torch.float16)))[::2])
 def test_b67_autocast_of_any_dtype_in_any_order(order: tuple[Any, ...]) -> None:
     """No mode's graph serves another mode, and weights that are edited under autocast are new in all of them."""
     tower = small()
@@ -422,7 +422,7 @@ def test_b67_autocast_of_any_dtype_in_any_order(order: tuple[Any, ...]) -> None:
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": contextlib.nullcontext}
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(MODES)))[::2]
+@pytest.mark.parametrize("order", list(itertools.permutations(MODES))[::2])
 def test_b64_modes_in_any_order(order: tuple[str, ...]) -> None:
     """Pixels made in one mode, called in another, a backward pass where there are gradients: values, gradients, reasons."""
     tower = small()
