@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from record import Recorder, environment, matmul_tflops, quantile
+from record import Recorder, check, environment, matmul_tflops, quantile
 from table import Samples, print_table
 from variants import ISOLATED, VARIANTS, Case, Towers, within_budget
 
@@ -281,14 +280,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.towers, args.calls, args.variants = (value.split(",") for value in (args.towers, args.calls, args.variants))
-    for name, given, known in (("--calls", args.calls, workloads["calls"]), ("--variants", args.variants, VARIANTS)):
-        if unknown := [value for value in given if value not in known]:
-            parser.error(f"{name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu --depth 2 --tiny tries the script without one")
-    if args.out is None and args.device == "cuda":
-        gpu = torch.cuda.get_device_name().replace(" ", "-")
-        args.out = WORKLOADS.parent / "results" / f"{date.today()}_{gpu}_torch{torch.__version__}_bench.jsonl"
+    check(parser, args, "bench", calls=workloads["calls"], variants=VARIANTS)
     args.grids = {call: workloads["calls"][call] for call in args.calls}
     return args
 

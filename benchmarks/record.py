@@ -6,18 +6,19 @@ bucket_tokens, padded_fraction, gpu, matmul_tflops, torch, triton, transformers,
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Recorder", "environment", "matmul_tflops", "quantile"]
+__all__ = ["Recorder", "check", "environment", "matmul_tflops", "quantile"]
 
 UNITS = {
     "latency": "ms",
@@ -38,6 +39,25 @@ def quantile(values: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace, what: str, **known: Iterable[str]) -> None:
+    """End with a usage error for what cannot be run; give `args.out` its default on a GPU, results/DATE_GPU_TORCH_what.jsonl.
+
+    Args:
+        parser: of the script.
+        args: with `device`, `out` and a list of names for each key of `known`.
+        what: end of the file's name.
+        known: for each list, the names that it may have.
+    """
+    for name, names in known.items():
+        if unknown := [value for value in getattr(args, name) if value not in names]:
+            parser.error(f"--{name}: unknown {', '.join(unknown)}; known: {', '.join(names)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --device cpu --depth 2 --tiny tries the script without one")
+    if args.out is None and args.device == "cuda":
+        gpu = torch.cuda.get_device_name().replace(" ", "-")
+        args.out = Path(__file__).parent / "results" / f"{date.today()}_{gpu}_torch{torch.__version__}_{what}.jsonl"
 
 
 class Recorder:

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from record import Recorder, environment, matmul_tflops
+from record import Recorder, check, environment, matmul_tflops
 from streams import load_workloads, stream, stream_names
 from variants import Case, Towers, within_budget
 
@@ -262,14 +261,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.streams, args.variants = args.streams.split(","), args.variants.split(",")
-    for name, given, known in (("--streams", args.streams, (MIX, *stream_names())), ("--variants", args.variants, VARIANTS)):
-        if unknown := [value for value in given if value not in known]:
-            parser.error(f"{name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu --depth 2 --tiny tries the script without one")
-    if args.out is None and args.device == "cuda":
-        gpu = torch.cuda.get_device_name().replace(" ", "-")
-        args.out = Path(__file__).parent / "results" / f"{date.today()}_{gpu}_torch{torch.__version__}_streams.jsonl"
+    check(parser, args, "streams", streams=(MIX, *stream_names()), variants=VARIANTS)
     return args
 
 

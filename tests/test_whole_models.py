@@ -37,53 +37,27 @@ TOKENS = {
     "vision_end_token_id": END,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
 MODELS = {
     "qwen2_vl": (
         "Qwen2VL",
         {"depth": 2, "embed_dim": 64, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4},
         {"rope_parameters": ROPE},
     ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 4,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-        {"rope_parameters": ROPE},
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VL", {**VISION, "window_size": 16, "fullatt_block_indexes": [1]}, {"rope_parameters": ROPE}),
     "qwen3_vl": (
         "Qwen3VL",
-        {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 4,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
+        {**VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         {"rope_parameters": ROPE, "head_dim": 8},
     ),
-    "glm4v": (
-        "Glm4v",
-        {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 4,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "image_size": 32,
-        },
-        {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
-    ),
+    "glm4v": ("Glm4v", {**VISION, "image_size": 32}, {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}),
 }
 
 

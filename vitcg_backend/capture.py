@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,7 +152,6 @@ class Capture:
         self.serial = next(_serial)
         self.bounds = values.bounds
         self.device = args[body.bound.pixels].device
-        self.capture_s = 0.0
         self.pool_bytes = 0  # that the capture took from the driver
         self.graph: Any = None
         self._results: list[Any] = []
@@ -264,13 +262,11 @@ class Capture:
         Raises:
             Exception: what made the capture impossible; the stream is out of capture mode by then.
         """
-        start = time.perf_counter()
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 before = torch.cuda.memory_reserved()
                 self._record_cuda(args, pool)
                 self.pool_bytes = max(torch.cuda.memory_reserved() - before, 0)
-        self.capture_s = time.perf_counter() - start
 
     def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
         current, side = torch.cuda.current_stream(), _torch.capture_stream(torch.cuda.current_device())

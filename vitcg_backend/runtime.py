@@ -233,13 +233,17 @@ class CompiledTower:
             return self._first_use(key, args, part, values, borrow)
         self._captures.move_to_end(key)
         try:
-            capture.write(args, values, part.rows)
-            capture.replay(args)
-            return self._take(capture, args, part, borrow), None
+            return self._serve(capture, args, part, values, borrow), None
         except Exception as error:  # out of memory for the results, say
             del self._captures[key]
             self._captures_changed()
             return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
+
+    def _serve(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
+        """Rows in, replay, rows out."""
+        capture.write(args, values, part.rows)
+        capture.replay(args)
+        return self._take(capture, args, part, borrow)
 
     def _take(self, capture: Capture, args: Sequence[Any], part: Part, borrow: bool = False) -> list[Any]:
         borrow = borrow or self.options.outputs == "borrow"
@@ -329,9 +333,7 @@ class CompiledTower:
         bucket = self.stats.buckets[part.bucket.tokens]
 
         def serve() -> list[Any]:
-            capture.write(args, values, part.rows)
-            capture.replay(args)
-            return self._take(capture, args, part, borrow)
+            return self._serve(capture, args, part, values, borrow)
 
         def copy() -> None:
             capture.write(args, values, part.rows)
@@ -378,13 +380,14 @@ class CompiledTower:
         self._captures_changed()
 
     def _captures_changed(self) -> None:
-        self.planner.use({key[0].tokens for key in self._captures})
+        self.planner.use(set(self.budgets_captured))
 
     def _over(self, limit_mib: int | None) -> bool:
-        if limit_mib is None:
-            return False
-        held = sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
-        return self._layouts.num_bytes + held > limit_mib << 20
+        return limit_mib is not None and self._held_bytes() > limit_mib << 20
+
+    def _held_bytes(self) -> int:
+        """What counts towards `memory_limit_mib`."""
+        return self._layouts.num_bytes + sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
 
     def _graph_pool(self) -> Any:
         if self._pool is None and self._device.type == "cuda":
@@ -436,9 +439,8 @@ class CompiledTower:
         limit = self.options.memory_limit_mib
         if limit is None or not self._captures:
             return True
-        held = self._layouts.num_bytes + sum(c.static_bytes + c.pool_bytes for c in self._captures.values())
         captured = sum(key[0].tokens for key in self._captures)
-        return held * (1 + tokens / captured) <= limit << 20
+        return self._held_bytes() * (1 + tokens / captured) <= limit << 20
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers that used this graph owns any tensor of these ids."""
