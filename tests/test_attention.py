@@ -313,7 +313,7 @@ class TestTiles:
             lengths_in_order = [keys for _, keys, _, _ in section[:used]]
             assert lengths_in_order == sorted(lengths_in_order, reverse=True)
 
-    @pytest.mark.parametrize("height", [64, 128])
+    @pytest.mark.parametrize("height", [64, 128, 192])
     def test_capacity_is_reached(self, height):
         """The capacity is not larger than the worst layout needs."""
         lengths = [1] * 5 + [1 + 3 * height]
@@ -332,6 +332,8 @@ class TestTiles:
         """Whatever configuration the kernel takes, the table has the tiles for it."""
         bounds = SegmentBounds(rows, 8, longest)
         assert tile_scheduled.tile_config(dim, heads, bounds, bulk=bulk).block_m in tiles.heights(bounds)
+        hopper = tile_scheduled.hopper_config(dim, heads, bounds)
+        assert hopper is None or hopper.height in tiles.heights(bounds)
 
     @pytest.mark.parametrize("dim", range(16, 136, 8))
     def test_split_head(self, dim):

@@ -10,6 +10,9 @@ from vitcg_backend import OptionError
 from vitcg_backend.bucketing import num_tokens
 from vitcg_backend.warming import picture
 
+# tests/gpu/test_plan_gpu.py warms up the kernel for half precision, which is as indifferent to them as that of a CPU.
+any_bounds = pytest.mark.skipif(DEVICE != "cpu", reason="larger segment bounds cost the float32 kernel of CUDA time")
+
 
 def test_the_whole_ladder_largest_first() -> None:
     """Without arguments every budget is captured, the largest first, and one line a step says so."""
@@ -22,10 +25,37 @@ def test_the_whole_ladder_largest_first() -> None:
     assert warmed.bytes > 0
     assert warmed.seconds > 0
     assert [line.split(":")[0] for line in lines] == ["warm-up 1/3", "warm-up 2/3", "warm-up 3/3"]
-    captures = stats(tower).captures
-    assert_same(compiled, tower, IMAGE)
-    if DEVICE == "cpu":  # on a GPU other segment bounds than the picture's are another capture
+    if DEVICE == "cpu":  # as for `any_bounds`
+        captures = stats(tower).captures
+        assert_same(compiled, tower, IMAGE)
         assert stats(tower).captures == captures
+
+
+@any_bounds
+@pytest.mark.parametrize("capture", ["lazy", "warmup"])
+def test_other_segments_need_no_other_capture(capture: str) -> None:
+    """One long segment was warmed up; calls of many short ones of the same bucket are served by that capture."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, token_budgets=[320], capture=capture)
+    assert vitcg_backend.warmup(compiled).captured == (320,)
+    captures = stats(tower).captures
+    for layout in (((1, 4, 4),) * 4, ((1, 32, 32),), ((4, 8, 8),) * 5, ((1, 4, 4),) * 4):
+        assert_same(compiled, tower, layout)
+        assert stats(tower).last.hit
+    assert stats(tower).captures == captures
+
+
+def test_more_segments_than_were_warmed_up() -> None:
+    """What does not fit into the bounds of the captures is not captured on a call's time, and is right."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, token_budgets=[64], capture="warmup")
+    vitcg_backend.warmup(compiled)
+    captures = stats(tower).captures
+    for _ in range(2):
+        assert_same(compiled, tower, ((1, 2, 4),) * 20)
+        assert stats(tower).last.reason == "not_warmed_up"
+    assert_same(compiled, tower, ((1, 16, 16),))
+    assert (stats(tower).last.hit, stats(tower).captures) == (True, captures)
 
 
 def test_calls_that_were_not_warmed_up_run_uncaptured() -> None:

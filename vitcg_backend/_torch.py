@@ -55,6 +55,7 @@ __all__ = [
     "new_size",
     "on_failed_trace",
     "poison_pool",
+    "pool_held",
     "raw_stream",
     "real_tensors",
     "release_workspaces",
@@ -376,17 +377,39 @@ def unowned(tensor: Tensor) -> Tensor:
 
 
 def poison_pool(pool: Any, device: torch.device) -> None:
-    """Fill all memory of a graph pool with bytes that are NaN in every floating-point dtype, in stream order.
+    """Fill the memory of a graph pool with bytes that are NaN in every floating-point dtype, in stream order.
 
-    Between two replays nothing in it is alive. Source: the segments of `torch.cuda.memory_snapshot`, each with its pool
-    (torch/cuda/memory.py).
+    Between two replays nothing of a graph in it is alive; what a library has allocated there and keeps is left alone.
+    Source: the segments and blocks of `torch.cuda.memory_snapshot` (torch/cuda/memory.py).
     """
     for segment in torch.cuda.memory_snapshot():
         if tuple(segment["segment_pool_id"]) != tuple(pool) or segment["device"] != device.index:
             continue
-        size = segment["total_size"]
-        storage = torch._C._construct_storage_from_data_pointer(segment["address"], device, size)
-        torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,)).fill_(255)
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                continue
+            size = block["size"]
+            storage = torch._C._construct_storage_from_data_pointer(block["address"], device, size)
+            torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,)).fill_(255)
+
+
+@contextlib.contextmanager
+def pool_held(pool: Any, device_index: int, warm_up: Callable[[], Any]) -> Iterator[None]:
+    """Call `warm_up` with the memory of a graph pool, then keep that pool for what is captured inside.
+
+    What a run needs outside the pool would stay with the allocator, unused: the stream of captures has no other work. Source:
+    `_use_cuda_memory_pool_manager` (torch/_inductor/cudagraph_trees.py); a pool that nobody holds cannot be taken again
+    (`create_or_incref_pool`, c10/cuda/CUDACachingAllocator.cpp).
+    """
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device_index, pool)
+    try:
+        try:
+            warm_up()
+        finally:
+            torch._C._cuda_endAllocateToPool(device_index, pool)
+        yield
+    finally:
+        torch._C._cuda_releasePool(device_index, pool)
 
 
 @functools.cache

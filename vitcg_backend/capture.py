@@ -272,18 +272,19 @@ class Capture:
         current, side = torch.cuda.current_stream(), _torch.capture_stream(torch.cuda.current_device())
         with _one_capture, torch.cuda.stream(side):
             side.wait_stream(current)
-            self.run(args)  # compiles and loads what is lazy outside the capture
-            side.synchronize()
-            _torch.release_workspaces()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                results = self.run(args)
-            except BaseException:
-                _torch.end_failed_capture(graph, pool, side)
-                raise
-            graph.capture_end()
-            _torch.release_workspaces()
+            # The first run compiles and loads what is lazy outside the capture.
+            with _torch.pool_held(pool, side.device_index, lambda: self.run(args)):
+                side.synchronize()
+                _torch.release_workspaces()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    results = self.run(args)
+                except BaseException:
+                    _torch.end_failed_capture(graph, pool, side)
+                    raise
+                graph.capture_end()
+                _torch.release_workspaces()
         current.wait_stream(side)
         self.graph = graph
         self._results = [_torch.unowned(r) if self._is_pooled(r, args) else r for r in results]

@@ -98,6 +98,7 @@ class LayoutCache:
         self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
         self._items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
+        self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
 
     def __len__(self) -> int:
         return len(self._values)
@@ -105,7 +106,19 @@ class LayoutCache:
     def clear(self) -> None:
         """Forget every layout."""
         self._values.clear()
+        self._shared.clear()
         self.num_bytes = 0
+
+    def share(self, bucket: Bucket, bounds: dict[int, SegmentBounds]) -> None:
+        """Give layouts that fit into `bounds`, those of a capture, these bounds from now on: they need no other capture.
+
+        Nothing where larger bounds cost time (`VarlenKernel.needs_longest`).
+        """
+        if self.kernel is None or self.kernel.needs_longest:
+            return
+        self._shared.setdefault(bucket, []).append(bounds)
+        for key in [key for key in self._values if key[3] == bucket]:
+            self.num_bytes -= self._values.pop(key).num_bytes
 
     def get(
         self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, *, keep: bool = True
@@ -228,19 +241,27 @@ class LayoutCache:
     def _with_segments(
         self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, bucket: Bucket | None
     ) -> LayoutValues:
-        segments, bounds, most = {}, {}, 0
+        bounds, most = {}, 0
         for index, cu in lists.items():
-            count = len(cu) - 1
-            longest = max((b - a for a, b in itertools.pairwise(cu)), default=0)
             real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
             most = max(most, sum(end <= real for end in cu[1:]))
-            assert self.kernel is not None  # a graph with segments has attention
-            limits = SegmentBounds(cu[-1], count, longest)
-            if bucket is not None:
-                limits = _tiered(limits, self.kernel)
-            bounds[index] = limits
-            segments[index] = self.kernel.metadata(cu, limits).to(tensors[index].device, non_blocking=True)
+            bounds[index] = SegmentBounds(cu[-1], len(cu) - 1, max((b - a for a, b in itertools.pairwise(cu)), default=0))
+        if self.kernel is None:  # no attention, no segments
+            return LayoutValues(tensors, {}, {}, most)
+        if bucket is not None:
+            bounds = self._bounds_for(bucket, bounds, self.kernel)
+        segments = {
+            index: self.kernel.metadata(cu, bounds[index]).to(tensors[index].device, non_blocking=True)
+            for index, cu in lists.items()
+        }
         return LayoutValues(tensors, segments, bounds, most)
+
+    def _bounds_for(self, bucket: Bucket, exact: dict[int, SegmentBounds], kernel: VarlenKernel) -> dict[int, SegmentBounds]:
+        """The static bounds that a layout is captured with: those of a shared capture where it fits, else tiers."""
+        for shared in self._shared.get(bucket, ()):
+            if all(shared[index].admit(bounds) for index, bounds in exact.items()):
+                return shared
+        return {index: _tiered(bounds, kernel) for index, bounds in exact.items()}
 
 
 def _tail_like(layout: Layout, tail: Layout) -> Layout:

@@ -106,6 +106,11 @@ class Planner:
         """Whether the faster of replay and uncaptured pieces is to be found out."""
         return self.options.min_tokens == "auto"
 
+    @property
+    def may_capture(self) -> bool:
+        """Whether a bucket without a capture may get one now."""
+        return self.warming or self.options.capture != "warmup"
+
     def plan(self, layout: Layout | None, rows: int) -> Plan:
         """The plan of a call of whole tokens."""
         if self._observes:
@@ -281,7 +286,7 @@ class Planner:
         """Budgets that may serve a call now. A plan with others than those to come is not settled, so not kept."""
         captured = self.captured
         self._settled = True
-        if self.options.capture == "warmup" and not self.warming:
+        if not self.may_capture:
             return sorted(captured)
         if self.ladder is self._automatic:
             return self.ladder.budgets

@@ -229,6 +229,8 @@ class CompiledTower:
         if key in self._refused:
             return None, self._refused[key]
         capture = self._captures.get(key)
+        if capture is None and not self.planner.may_capture:
+            return None, "not_warmed_up"
         if capture is None:
             return self._first_use(key, args, part, values, borrow)
         self._captures.move_to_end(key)
@@ -373,6 +375,8 @@ class CompiledTower:
         bucket.pool_bytes += capture.pool_bytes
         self.stats.captures += 1
         self.stats.recaptures += again
+        if self.planner.warming:  # what comes later is to be served by what is captured now
+            self._layouts.share(key[0], capture.bounds)
         limit = self.options.memory_limit_mib
         while len(self._captures) > 1 and (len(self._captures) > _MAX_CAPTURES or self._over(limit)):
             self._captures.popitem(last=False)

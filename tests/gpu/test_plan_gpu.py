@@ -106,7 +106,6 @@ def test_peak_memory_of_an_oversize_call() -> None:
         assert peaks[-1] <= peaks[0] * 1.02, (layout, peaks)
 
 
-@pytest.mark.xfail(strict=True, reason="segment bounds that the warm-up's picture does not have are another capture")
 def test_warmup() -> None:
     """The whole ladder, largest first: bytes and seconds are reported, and later calls capture nothing."""
     tower, compiled = compiled_tower("qwen2_5_vl", token_budgets=[16, 64, 256], capture="warmup")
@@ -114,7 +113,7 @@ def test_warmup() -> None:
     assert warmed.captured == (256, 64, 16)
     assert warmed.bytes > 0
     before = vitcg_backend.stats(tower).captures
-    for layout in (((1, 8, 8),), ((1, 16, 16),)):
+    for layout in (((1, 8, 8),), ((1, 16, 16),), ((1, 4, 4),) * 4, ((4, 4, 4), (1, 8, 8))):
         check(compiled, tower, layout)
-        assert vitcg_backend.stats(tower).last.hit
+        assert vitcg_backend.stats(tower).last.reason in (None, "uncaptured_is_faster")
     assert vitcg_backend.stats(tower).captures == before

@@ -38,6 +38,10 @@ class SegmentBounds:
             if getattr(self, name) < 0:
                 raise ValueError(f"SegmentBounds.{name} is {getattr(self, name)}: it must be zero or more")
 
+    def admit(self, other: SegmentBounds) -> bool:
+        """Whether segments within `other` are within these bounds, for the same rows."""
+        return self.rows == other.rows and self.segments >= other.segments and self.longest >= other.longest
+
 
 class VarlenKernel(abc.ABC):
     """Non-causal attention over packed segments. Implementations are stateless.

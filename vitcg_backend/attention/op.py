@@ -5,11 +5,12 @@
 Non-causal attention of each row of q ``[rows, heads, head_dim]`` to the rows of k ``[rows, kv_heads, head_dim]`` and v
 ``[rows, kv_heads, value_dim]`` of its segment; ``cu_seqlens`` are the prefix sums of the segment lengths, integers
 ``[segments + 1]``, that end at ``rows``. The result is a new contiguous ``[rows, heads, value_dim]`` tensor.
-``scale`` None is ``head_dim ** -0.5``; ``max_seqlen`` bounds the rows of a segment (None: the rows of q).
+``scale`` None is ``head_dim ** -0.5``; ``max_seqlen`` bounds the rows of a segment.
 
-On the CPU the result equals the eager tower's per-segment SDPA bit for bit, and lengths that do not add up raise what
-`torch.split` raises. On CUDA torch's varlen kernels run without a wait for the device: FlashAttention 2 for half
-precision, the memory-efficient kernel for float32, per-segment SDPA (which does wait) for what neither takes.
+On the CPU the result equals the eager tower's per-segment SDPA bit for bit. On CUDA torch's varlen kernels run:
+FlashAttention 2 for half precision, the memory-efficient kernel for float32, per-segment SDPA for what neither takes.
+Lengths that do not add up raise what `torch.split` raises: without `max_seqlen` the operator looks at them first, as eager
+does, and waits for the device. Who gives `max_seqlen` knows the lengths: then a kernel runs without a wait.
 First-order gradients and autocast act as those of scaled_dot_product_attention do. Importing this module registers the
 operator.
 """
@@ -80,7 +81,8 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | No
     longest = q.shape[0] if max_seqlen is None else max_seqlen
     if q.numel() == 0:
         return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    if not torch.cuda.is_current_stream_capturing() and not _covers(cu_seqlens.tolist(), q.shape[0]):
+    unknown = max_seqlen is None and not torch.cuda.is_current_stream_capturing()
+    if unknown and not _covers(cu_seqlens.tolist(), q.shape[0]):
         return attention_by_segment(q, k, v, cu_seqlens, scale)  # raises as eager does, where a kernel would read elsewhere
     if _flash_takes(q, k, v):
         return flash_varlen(q, k, v, cu_seqlens.to(q.device, torch.int32), longest, scale)

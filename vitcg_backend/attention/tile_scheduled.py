@@ -1,4 +1,5 @@
-"""Our own packed attention in Triton: launches the kernel of `triton_kernel` over the table of `tiles`.
+"""Our own packed attention in Triton: launches the kernel of `triton_kernel`, or on Hopper for segments that it suits that of
+`hopper_kernel`, over the table of `tiles`.
 
 Its cost follows the segments of the call, not the bounds of the bucket: empty segments and a generous ``longest`` are
 free. Table and grid are fixed by the bounds, so one capture serves every layout that fits.
@@ -18,7 +19,7 @@ from torch import Tensor
 from . import tiles
 from .base import SegmentBounds, VarlenKernel, check_tensors, checked_cu_seqlens
 
-__all__ = ["TileConfig", "TileScheduledKernel", "split_head", "tile_config"]
+__all__ = ["HopperConfig", "TileConfig", "TileScheduledKernel", "hopper_config", "split_head", "tile_config"]
 
 _UNIT = 8  # elements: 16 bytes of half precision, the widest load of a thread and the step of a TMA stride
 _PROGRAMS = 132  # multiprocessors of an H200; fewer programs of a tile's height than this leave some of them idle
@@ -74,6 +75,75 @@ def split_head(head_dim: int) -> tuple[int, int]:
     whole = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - whole
     return whole, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """How `hopper_kernel` is compiled: consumer warpgroups, query rows of each, stages of the ring of blocks of 64 keys.
+
+    `registers` are those of a thread (of a consumer other than the first where there are several), `resident` the programs
+    that a multiprocessor holds at a time, and with `turns` consumers start their products one after the other.
+    """
+
+    consumers: int
+    rows: int
+    stages: int
+    registers: int
+    resident: int = 1
+    turns: bool = False
+
+    @property
+    def height(self) -> int:
+        """Query rows of a tile."""
+        return self.consumers * self.rows
+
+
+_HOPPER_SMALL = HopperConfig(1, 64, 3, 80, resident=3)
+_HOPPER_TALL = HopperConfig(1, 128, 4, 128, resident=2)
+_HOPPER_THREE = HopperConfig(3, 64, 4, 160, turns=True)
+_HOPPER_KEYS = 64
+
+
+def hopper_config(head_dim: int, heads: int, bounds: SegmentBounds) -> HopperConfig | None:
+    """The configuration of `hopper_kernel` that was faster on an H200 than `tile_config`'s, None where none was.
+
+    Args:
+        head_dim: head size.
+        heads: query heads.
+        bounds: the bucket's bounds.
+    """
+    longest = bounds.longest
+    if not 64 <= head_dim <= 80:
+        return None
+    if longest > 64 and head_dim > 64 and -(-bounds.rows // 128) * heads < _PROGRAMS:
+        return _HOPPER_SMALL
+    if longest <= 256:
+        return None
+    if longest <= 1024:
+        return _HOPPER_THREE if head_dim == 72 else _HOPPER_SMALL
+    if longest <= 8192:
+        return _HOPPER_TALL if head_dim == 72 else None
+    return _HOPPER_THREE if head_dim == 72 else _HOPPER_TALL
+
+
+@functools.cache
+def _import_hopper() -> tuple[Any, Any, Any] | None:
+    """The kernel in Gluon, its class of host tensor descriptors and its class of layouts; None where Gluon is another.
+
+    Gluon is experimental and changes with every triton: only the version that these kernels have run with is used.
+    """
+    try:
+        import triton
+
+        if triton.__version__.split(".")[:2] != ["3", "6"]:
+            return None
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from .hopper_kernel import hopper_attention_kernel
+    except Exception:  # as for `_import_triton`, whose kernel does the same
+        return None
+    return hopper_attention_kernel, TensorDescriptor, language
 
 
 @functools.cache
@@ -135,6 +205,10 @@ class TileScheduledKernel(VarlenKernel):
             raise RuntimeError(reason)
 
         bulk = _bulk_loads(q, k, v)
+        hopper = hopper_config(head_dim, heads, bounds) if bulk and scale > 0 and _is_hopper(q) else None
+        if hopper is not None:
+            self._forward_hopper(hopper, q, k, v, out, metadata, bounds, scale)
+            return out
         config = tile_config(head_dim, heads, bounds, bulk=bulk)
         d0, d1 = split_head(head_dim)
 
@@ -161,3 +235,45 @@ class TileScheduledKernel(VarlenKernel):
                 num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
             )  # fmt: skip
         return out
+
+    def _forward_hopper(
+        self,
+        config: HopperConfig,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        metadata: Tensor,
+        bounds: SegmentBounds,
+        scale: float,
+    ) -> None:
+        kernel, descriptor, language = _import_hopper()  # type: ignore[misc]  # `_is_hopper` has asked
+        rows, heads, head_dim = q.shape
+        d0, d1 = split_head(head_dim)
+        element = language.float16 if q.dtype == torch.float16 else language.bfloat16
+
+        def describe(x: Tensor, height: int, width: int) -> Any:
+            block = [1, height, width]
+            layout = language.NVMMASharedLayout.get_default_for(block, element)
+            return descriptor(x, [x.shape[1], rows, head_dim], [x.stride(1), x.stride(0), 1], block, layout)
+
+        tall, one = config.rows, config.consumers == 1
+        tiles_at_most = tiles.capacity(bounds, config.height) * heads
+        with torch.cuda.device_of(q):
+            programs = config.resident * torch.cuda.get_device_properties(q.device).multi_processor_count
+            kernel[(min(programs, tiles_at_most),)](
+                describe(q, tall, d0), describe(q, tall, d1 or d0),
+                describe(k, _HOPPER_KEYS, d0), describe(k, _HOPPER_KEYS, d1 or d0),
+                describe(v, _HOPPER_KEYS, d0), describe(v, _HOPPER_KEYS, d1 or d0),
+                out, metadata[tiles.section_start(bounds, config.height) :], scale * math.log2(math.e),
+                HEADS=heads, GROUPS=heads // k.shape[1], DIM=head_dim, D0=d0, D1=d1, BLOCK_N=_HOPPER_KEYS,
+                STAGES=config.stages, CONSUMERS=config.consumers, ROWS=tall,
+                REGISTERS=config.registers, TURNS=config.turns,
+                num_warps=4, maxnreg=config.registers if one else None,
+            )  # fmt: skip
+
+
+def _is_hopper(tensor: Tensor) -> bool:
+    """Whether `hopper_kernel` can run there."""
+    hopper = tensor.device.type == "cuda" and torch.cuda.get_device_capability(tensor.device) == (9, 0)
+    return hopper and _import_hopper() is not None

@@ -7,8 +7,8 @@ empty. Here the host writes one table row for each tile that exists, and the ker
     table[start + 1 + i]    first row of the segment, its rows, first row of tile i, end of the segment
 
 A tile whose segment has 0 rows lies in the padded tail: the kernel writes zeros to its rows. Unused table rows are 0.
-A tile is 64 or 128 rows high; which is better depends on the head size, which the table does not know, so it holds one
-such section for each height that a kernel may choose under these bounds.
+A tile is 64, 128 or 192 rows high; which is better depends on the head size, which the table does not know, so it holds
+one such section for each height that a kernel may choose under these bounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ __all__ = ["capacity", "heights", "section_start", "tile_table"]
 
 def heights(bounds: SegmentBounds) -> tuple[int, ...]:
     """Tile heights, in rows, that a table for `bounds` holds a section for."""
-    return (64,) if bounds.longest <= 64 else (64, 128)
+    if bounds.longest <= 64:
+        return (64,)
+    return (64, 128) if bounds.longest <= 256 else (64, 128, 192)
 
 
 def capacity(bounds: SegmentBounds, height: int) -> int:
