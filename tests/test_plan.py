@@ -322,11 +322,12 @@ class Clock:
     def __init__(self, *times: float) -> None:
         self.times, self.asked = list(times), 0
 
-    def __call__(self, function: Any, device: torch.device) -> float:
-        """Run it once and say the next time."""
-        function()
-        self.asked += 1
-        return self.times[(self.asked - 1) % len(self.times)]
+    def __call__(self, runs: Any, device: torch.device) -> list[float]:
+        """Run each once and say the next times."""
+        for function in runs:
+            function()
+        self.asked += len(runs)
+        return [self.times[number % len(self.times)] for number in range(self.asked - len(runs), self.asked)]
 
 
 @pytest.mark.parametrize(("times", "reason"), [((2.0, 1.0, 0.1), None), ((1.0, 2.0, 0.1), "uncaptured_is_faster")])
@@ -369,18 +370,26 @@ def test_a_failing_measurement_costs_the_caller_nothing(monkeypatch: pytest.Monk
 
     asked = []
 
-    def fail(function: Any, device: torch.device) -> float:
-        asked.append(function)
-        if len(asked) % 3 == 1:  # the uncaptured pieces come first
+    def fail(runs: Any, device: torch.device) -> list[float]:
+        asked.append(len(runs))
+        if len(runs) != 2:  # the uncaptured pieces are among them
             raise RuntimeError("CUDA out of memory")
-        return 1.0
+        return [1.0] * len(runs)
 
     monkeypatch.setattr(costs, "seconds", fail)
     for _ in range(2):
         assert_same(compiled, tower, ((1, 8, 8),) * 2 + ((1, 4, 4),))
         assert_same(compiled, tower, VIDEO)
     assert stats(tower).hits == 4
-    assert len(asked) == 7  # two buckets, and the packed call as a whole
+    assert asked == [3, 2, 3, 2, 1]  # two buckets, each again without the pieces, and the packed call as a whole
+
+
+def test_runs_are_timed_in_turns() -> None:
+    """A device gets slower while it is busy: each round has the other order, and the least time of each run counts."""
+    order: list[str] = []
+    runs = [lambda: order.append("a"), lambda: order.append("b")]
+    assert len(costs.seconds(runs, torch.device("cpu"))) == 2
+    assert order == ["a", "b", "b", "a", "a", "b"]
 
 
 def test_a_part_that_cannot_be_replayed_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:

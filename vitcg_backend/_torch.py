@@ -59,6 +59,7 @@ __all__ = [
     "raw_stream",
     "real_tensors",
     "release_workspaces",
+    "start_compile_workers",
     "trace_artifact",
     "unowned",
     "user_line",
@@ -325,6 +326,17 @@ def compile_piece(gm: fx.GraphModule, mode: FakeTensorMode) -> Callable[[list[An
     ):
         _recursive_joint_graph_passes(gm)
         return compile_fx_inner(gm, inputs, is_inference=True, cudagraphs=BoxedBool(False))
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels; it returns at once.
+
+    They take seconds to start, in which Inductor would compile in this process, one kernel after the other. Source:
+    `AsyncCompile.use_process_pool` (torch/_inductor/async_compile.py), which starts them when it is first asked.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
 
 
 def compile_ordinary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

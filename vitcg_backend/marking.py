@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from .options import Options
 
 __all__ = ["clear_marks", "is_refused", "mark_inputs", "refuse", "steps_taken"]
 
@@ -68,7 +69,17 @@ def mark_inputs() -> None:
         if tensor is not grid and axis is not None and not _torch.is_marked(tensor):
             _torch.mark_rows(tensor, axis, unbacked=False)
     trace.speculation_log.clear()
+    if any(t.device.type == "cuda" for t in tensors) and _inner(trace) == "inductor":
+        _torch.start_compile_workers()
     raise _torch.TraceRestart("vitcg: the rows of the pixels and of the grid are dynamic")
+
+
+def _inner(trace: Any) -> Any:
+    """The option `inner` of the running compile, which `torch.compile` keeps around the backend."""
+    compiler = trace.output.compiler_fn
+    while compiler is not None and not hasattr(compiler, "kwargs"):
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
+    return (getattr(compiler, "kwargs", {}).get("options") or {}).get("inner", Options.inner)
 
 
 def steps_taken() -> dict[str, str]:

@@ -341,22 +341,27 @@ class CompiledTower:
             capture.write(args, values, part.rows)
             capture.copy_out(part.rows)
 
-        bucket.uncaptured_s = self._uncaptured_s(args, part.layout, part.rows)
-        bucket.replay_s = self._time(serve)
-        bucket.copy_s = self._time(copy)
+        def uncaptured() -> None:
+            self._uncaptured(args, part.layout, part.rows)
+
+        try:
+            bucket.uncaptured_s, bucket.replay_s, bucket.copy_s = self._time(uncaptured, serve, copy)
+        except Exception as error:  # out of memory, say: no alternative
+            log.info("the uncaptured pieces were not measured at %d rows: %s", part.rows, error)
+            bucket.uncaptured_s, (bucket.replay_s, bucket.copy_s) = math.inf, self._time(serve, copy)
         self.planner.learn(part, bucket.replay_s, bucket.uncaptured_s)
         return serve()
 
     def _uncaptured_s(self, args: Sequence[Any], layout: Layout | None, rows: int) -> float:
-        """Seconds of the uncaptured pieces; infinite where they fail, out of memory say, and so are no alternative."""
+        """Seconds of the uncaptured pieces; infinite where they fail."""
         try:
-            return self._time(lambda: self._uncaptured(args, layout, rows))
+            return self._time(lambda: self._uncaptured(args, layout, rows))[0]
         except Exception as error:
             log.info("the uncaptured pieces were not measured at %d rows: %s", rows, error)
             return math.inf
 
-    def _time(self, run: Callable[[], Any]) -> float:
-        return costs.seconds(run, self._device)
+    def _time(self, *runs: Callable[[], Any]) -> list[float]:
+        return costs.seconds(runs, self._device)
 
     def _refuse(self, key: Any, reason: str, text: str) -> str:
         self._refused[key] = reason
