@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parent.parent / "README.md"
-COLUMNS = ("vitcg_call", "vitcg_replay", "opbyop_graph", "eager_flash", "eager_sdpa")
-HEADS = ("vitcg, ms", "graph alone, ms", "op by op in a graph", "eager, flash", "eager, sdpa")
+COLUMNS = ("vitcg_call", "vitcg_unseen", "vitcg_replay", "opbyop_graph", "eager_flash", "eager_sdpa")
+HEADS = ("vitcg, ms", "new layout, ms", "graph alone, ms", "op by op in a graph", "eager, flash", "eager, sdpa")
 
 
 def table(path: Path) -> str:
@@ -27,8 +27,8 @@ def table(path: Path) -> str:
         if ours is None:
             continue
         cells = [tower, case, str(ours["num_patches"]), f"{ours['padded_fraction']:.1%}"]
-        cells += [f"{r['p50']:.2f}" if r else "" for r in (found["vitcg_call"], found["vitcg_replay"])]
-        cells += [f"{r['p50'] / ours['p50']:.2f}x" if r else "" for r in (found[v] for v in COLUMNS[2:])]
+        cells += [f"{r['p50']:.2f}" if r else "" for r in (found[v] for v in COLUMNS[:3])]
+        cells += [f"{r['p50'] / ours['p50']:.2f}x" if r else "" for r in (found[v] for v in COLUMNS[3:])]
         lines.append(f"| {' | '.join(cells)} |")
     first = rows[0]
     lines += [

@@ -13,14 +13,14 @@ import flash
 import torch
 
 from vitcg_backend import testing
-from vitcg_backend.backend import replay_of
+from vitcg_backend.backend import live_towers, replay_of
 
 __all__ = ["ISOLATED", "VARIANTS", "Case", "Towers", "within_budget"]
 
 # torch.compile breaks a tower into dozens of graphs and compiles them for minutes: these two run in a process of their
 # own, which can be ended at a time limit.
 ISOLATED = ("compile", "reduce_overhead")
-VARIANTS = ("eager_sdpa", "eager_flash", "opbyop_graph", "vitcg_replay", "vitcg_call", *ISOLATED)
+VARIANTS = ("eager_sdpa", "eager_flash", "opbyop_graph", "vitcg_replay", "vitcg_call", "vitcg_unseen", *ISOLATED)
 
 Runner = Callable[[], Any]
 
@@ -87,6 +87,12 @@ class Towers:
         """The tower compiled by Inductor with its own CUDA graphs."""
         return torch.compile(self.eager, mode="reduce-overhead")
 
+    def _unseen(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        """A call whose layout has not been seen before: what is known of layouts is forgotten."""
+        for part in live_towers(self.eager):
+            part.forget_layouts()
+        return self.vitcg(pixels, grid)
+
     def case(self, name: str, grid: list[list[int]]) -> Case:
         """Seeded noise for a layout."""
         config: Any = self.eager.config
@@ -106,6 +112,8 @@ class Towers:
             return _captured(lambda: self.flash(pixels, grid, **given), self.device)
         if variant == "vitcg_call":
             return lambda: self.vitcg(pixels, grid)
+        if variant == "vitcg_unseen":
+            return lambda: self._unseen(pixels, grid)
         if variant == "vitcg_replay":
             return replay_of(self.vitcg)
         if variant == "compile":

@@ -697,25 +697,37 @@ def test_b16_metadata_of_the_caller_is_eagers_or_eagers_error() -> None:
     assert set(stats(tower).fallbacks) == {"caller_metadata"}
 
 
-def test_segments_that_padding_moves_are_never_used() -> None:
-    """Windows that depend on all items, the dummy included, would cut real rows elsewhere: refused for each such layout."""
+@pytest.mark.parametrize("reason", ["segments_differ", "metadata_differs"])
+def test_a_layout_that_padding_changes_is_never_used(reason: str) -> None:
+    """Windows that depend on all items, the dummy included, would cut real rows elsewhere, and so would positions: each such
+    layout is refused, though its check comes after the replay, and not computed again.
+    """
     from vitcg_backend import layouts
 
     tower = tiny_tower("qwen2_vl", depth=1)
     compiled = compile_tower(tower, token_budgets=[64])
     assert_same(compiled, tower, IMAGE)
     original = layouts.LayoutCache._prologue
+    runs = []
 
     def moved(self: layouts.LayoutCache, args: object, layout: object, tail: object, total: int) -> tuple[torch.Tensor, ...]:
+        runs.append(total)
         tensors = list(original(self, args, layout, tail, total))
-        for index in self.segment_rows if tail else ():
-            tensors[index] = torch.cat([tensors[index][:1], tensors[index][1:2] // 2, tensors[index][1:]])
+        for index, value in enumerate(tensors if tail else ()):
+            if index in self.segment_rows and reason == "segments_differ":
+                tensors[index] = torch.cat([value[:1], value[1:2] // 2, value[1:]])
+            elif index not in self.segment_rows and reason == "metadata_differs":
+                tensors[index] = value + 1
         return tuple(tensors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts.LayoutCache, "_prologue", moved)
-        assert_same(compiled, tower, MIXED)
-    assert stats(tower).fallbacks == {"segments_differ": 1}
+        for _ in range(3):
+            assert_same(compiled, tower, MIXED)
+    assert stats(tower).fallbacks == {reason: 3}
+    assert len(runs) == 3  # padded, real for the check, real for the uncaptured call
+    assert_same(compiled, tower, TWO_IMAGES)
+    assert stats(tower).last.hit
 
 
 def test_a_failing_self_check_refuses_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
 """Layouts: what the grid of one call means for the body, computed once and kept.
 
 The prologue runs on the real grid, or, for a bucket, on the real grid with dummy items that fill the rest of it, so that its
-results are right for every row. Before a padded layout may be used it is checked: segments and gathers must not cross from
-real rows to padded ones.
+results are right for every row. A padded layout is checked before a result that it served is given out: segments and gathers
+must not cross from real rows to padded ones, and what belongs to a real row must be what the real grid alone gives.
+
+Where the prologue can run on the host it does, and its results go to the device in one copy. The check, which needs the
+prologue once more, then comes after the replay has been launched (`LayoutCache.check`): the device works meanwhile. It may,
+because the padded grid is a grid like any other: whatever the check finds, no index is out of bounds.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from . import _torch
 from .attention import SegmentBounds, VarlenKernel
 from .bucketing import Bucket, Layout, capacity_tier, tail_grid
 from .passes import CompiledBody
@@ -52,6 +57,8 @@ class LayoutValues:
         stream: stream they were computed on.
         boundaries: metadata index of a cu_seqlens -> its values, for the unpadded layout alone.
         serial: a number no other values have.
+        unchecked: the prologue's results and the values of each cu_seqlens, until `LayoutCache.check` has looked at them.
+        misfit: what it found.
     """
 
     tensors: tuple[Tensor, ...]
@@ -62,11 +69,28 @@ class LayoutValues:
     stream: Any = None
     boundaries: dict[int, list[int]] = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)
+    unchecked: tuple[tuple[Tensor, ...], dict[int, list[int]]] | None = None
+    misfit: Misfit | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""
         return sum(t.numel() * t.element_size() for t in (*self.tensors, *self.segments.values()))
+
+    def upload(self, device: torch.device) -> None:
+        """Move everything to a GPU in one copy out of pinned memory, which waits for nothing."""
+        sources = [*self.tensors, *self.segments.values()]
+        # Wide elements first: so each tensor begins at a multiple of its own element size.
+        order = sorted(range(len(sources)), key=lambda i: -sources[i].element_size())
+        flat = [sources[i].reshape(-1).view(torch.uint8) for i in order]
+        sizes = [f.numel() for f in flat]
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        torch.cat(flat, out=staged)
+        moved: list[Tensor] = [torch.empty(0)] * len(sources)
+        for i, part in zip(order, staged.to(device, non_blocking=True).split(sizes), strict=True):
+            moved[i] = part.view(sources[i].dtype).view(sources[i].shape)
+        self.tensors = tuple(moved[: len(self.tensors)])
+        self.segments = dict(zip(self.segments, moved[len(self.tensors) :], strict=True))
 
     def wait(self) -> None:
         """Make the current stream see these values, and keep their memory until it is done with them."""
@@ -99,6 +123,8 @@ class LayoutCache:
         self._items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
         self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
+        self._host = body.host_prologue
+        self._host_agrees: bool | None = None  # with the prologue on the device; not yet looked at
 
     def __len__(self) -> int:
         return len(self._values)
@@ -151,26 +177,54 @@ class LayoutCache:
                 self.num_bytes -= self._values.popitem(last=False)[1].num_bytes
         else:
             self._values.move_to_end(key)
+        if values.misfit is not None:
+            raise values.misfit
         values.wait()
         return values
+
+    def check(self, args: Sequence[Any], layout: Layout | None, rows: int, values: LayoutValues) -> None:
+        """Look at values of a bucket, unless they have been looked at. The arguments are those of `get`.
+
+        Raises:
+            Misfit: the padded layout is not safe; what it has served is not to be used.
+            Exception: whatever the tower's own metadata functions raise for a bad grid.
+        """
+        if values.unchecked is None:
+            return
+        padded, lists = values.unchecked
+        with torch.inference_mode(False), torch.no_grad():
+            if self._host is None:
+                exact = self.get(args, layout, rows, None)
+                tensors, boundaries = exact.tensors, exact.boundaries
+            else:
+                tensors = self._prologue(args, layout, (), rows)
+                boundaries = self._boundaries(args, tensors, rows)
+            try:
+                self._check_closed(padded, lists, boundaries, rows)
+                self._check_equal(padded, tensors, rows)
+            except Misfit as misfit:
+                values.misfit = misfit
+                raise
+            finally:
+                values.unchecked = None
 
     def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
         unit = self.body.bound.symbols.unit
         total = rows if bucket is None else bucket.patches
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
+        device = args[self.body.bound.pixels].device
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._prologue(args, layout, tail, total)
-            self._check_shapes(args, tensors, total // unit)
-            ends = {index: total // unit * each for index, each in self.segment_rows.items()}
-            lists = {index: self._boundaries(index, tensors[index], end) for index, end in ends.items()}
-            if total > rows:
-                exact = self.get(args, layout, rows, None)
-                self._check_closed(tensors, lists, exact.boundaries, rows)
-                self._check_equal(tensors, exact.tensors, rows)
+            lists = self._boundaries(args, tensors, total)
             values = self._with_segments(tensors, lists, rows, bucket)
-        if total == rows:
-            values.boundaries = lists
-        device = args[self.body.bound.pixels].device
+            if total == rows:
+                values.boundaries = lists
+            else:
+                values.unchecked = tensors, lists
+            if self._host is None:
+                self.check(args, layout, rows, values)
+            elif device.type == "cuda":
+                values.upload(device)
         if device.type == "cuda":
             values.stream = torch.cuda.current_stream(device)
             values.ready = torch.cuda.Event()
@@ -178,21 +232,49 @@ class LayoutCache:
         return values
 
     def _prologue(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> tuple[Tensor, ...]:
+        """Results of the prologue on a layout and a tail, where `_host` runs: on the host."""
+        if self._host is not None and self._host_agrees is not True:
+            device = args[self.body.bound.pixels].device.type
+            self._host_agrees = device == "cpu" or self._agrees(args, layout, tail, total)
+            if not self._host_agrees:
+                self._host = None
+        module = self.body.hoisted.prologue if self._host is None else self._host
+        return self._run(module, args, layout, tail, total)
+
+    def _agrees(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> bool:
+        """Whether the host gives what the device gives, on the first layout: the last word on `prologue_on_host`."""
+        expected = self._run(self.body.hoisted.prologue, args, layout, tail, total)
+        assert self._host is not None
+        try:
+            found = self._run(self._host, args, layout, tail, total)
+            torch.testing.assert_close(found, tuple(t.cpu() for t in expected), rtol=1e-5, atol=1e-6, equal_nan=True)
+        except Exception as error:
+            _torch.log.info("metadata is computed on the device, on the host it is other: %s", error)
+            return False
+        return True
+
+    def _run(
+        self, module: fx.GraphModule, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int
+    ) -> tuple[Tensor, ...]:
         bound = self.body.bound
         grid_items = None if layout is None else len(layout) + len(tail)
         n = total // bound.symbols.unit
+        host = module is self._host
         inputs = []
         for position in self.body.hoisted.prologue_inputs:
             node, value = bound.placeholders[position], args[position]
-            if node.meta["role"] == Role.GRID and tail:
-                value = torch.tensor([*layout, *tail], dtype=value.dtype, device=value.device)  # type: ignore[misc]
-            elif node.meta["role"] == Role.ITEMS and tail:  # a merge size of 1 suits every dummy item
-                value = torch.cat([value, value.new_ones(len(tail))])
+            if node.meta["role"] == Role.GRID and (host or tail):
+                device = "cpu" if host else value.device
+                value = torch.tensor([*layout, *tail], dtype=value.dtype, device=device)  # type: ignore[misc]
+            elif node.meta["role"] == Role.ITEMS:
+                value = value.cpu() if host else value
+                if tail:  # a merge size of 1 suits every dummy item
+                    value = torch.cat([value, value.new_ones(len(tail))])
             elif node.meta["role"] == Role.SIZE:
                 form = bound.symbols.linear(node.meta["val"])
                 value = grid_items if form is None else form[0] * n + form[1]
             inputs.append(value)
-        return tuple(self.body.hoisted.prologue(*inputs))
+        return tuple(module(*inputs))
 
     def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
         """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""
@@ -206,13 +288,18 @@ class LayoutCache:
                 if form is not None and size != form[0] * n + form[1]:
                     raise Misfit("metadata_shape", f"{node.name} is {tuple(tensor.shape)} in a call of {n} tokens")
 
-    def _boundaries(self, index: int, cu_seqlens: Tensor, total: int) -> list[int]:
-        """The values of a cu_seqlens that eager's attention takes: whole rows, no segment empty."""
-        cu: list[int] = cu_seqlens.tolist()
-        whole = not cu_seqlens.dtype.is_floating_point and cu[:1] == [0] and cu[-1] == total
-        if not whole or any(a >= b for a, b in itertools.pairwise(cu)):
-            raise Misfit("segments", f"segments {index} do not cut the {total} rows into parts of at least one")
-        return cu
+    def _boundaries(self, args: Sequence[Any], tensors: tuple[Tensor, ...], total: int) -> dict[int, list[int]]:
+        """The values of each cu_seqlens, such as eager's attention takes: whole rows, no segment empty."""
+        n = total // self.body.bound.symbols.unit
+        self._check_shapes(args, tensors, n)
+        lists = {}
+        for index, each in self.segment_rows.items():
+            cu: list[int] = tensors[index].tolist()
+            whole = not tensors[index].dtype.is_floating_point and cu[:1] == [0] and cu[-1] == n * each
+            if not whole or any(a >= b for a, b in itertools.pairwise(cu)):
+                raise Misfit("segments", f"segments {index} do not cut the {n * each} rows into parts of at least one")
+            lists[index] = cu
+        return lists
 
     def _check_closed(
         self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], exact: dict[int, list[int]], rows: int

@@ -232,14 +232,28 @@ class CompiledTower:
         if capture is None and not self.planner.may_capture:
             return None, "not_warmed_up"
         if capture is None:
-            return self._first_use(key, args, part, values, borrow)
+            reason = self._misfit_of(args, part, values)
+            return (None, reason) if reason else self._first_use(key, args, part, values, borrow)
         self._captures.move_to_end(key)
         try:
-            return self._serve(capture, args, part, values, borrow), None
+            results = self._serve(capture, args, part, values, borrow)
         except Exception as error:  # out of memory for the results, say
             del self._captures[key]
             self._captures_changed()
             return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
+        reason = self._misfit_of(args, part, values)  # while the device works
+        return (None, reason) if reason else (results, None)
+
+    def _misfit_of(self, args: Sequence[Any], part: Part, values: LayoutValues) -> str | None:
+        """Why a bucket must not serve a part, found by the check of its layout, which each layout passes once."""
+        try:
+            self._layouts.check(args, part.layout, part.rows, values)
+        except Misfit as misfit:
+            return misfit.reason
+        except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
+            log.info("metadata of %s: %s", part.layout, error)
+            return "invalid_grid"
+        return None
 
     def _serve(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
         """Rows in, replay, rows out."""
@@ -422,6 +436,11 @@ class CompiledTower:
             self._pool = None
             self._order.clear()
             self._captures_changed()
+
+    def forget_layouts(self) -> None:
+        """Drop the metadata that is kept, so that each layout is new once more: for benchmarks."""
+        with self._lock:
+            self._layouts.clear()
 
     @contextlib.contextmanager
     def warming(self) -> Iterator[None]:

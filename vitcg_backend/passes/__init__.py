@@ -1,7 +1,7 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique
-piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
+On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`, `cut_tail`,
+`split_at_attention`. On each unique piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .graph import Ineligible
 from .hoist_metadata import Hoisted, hoist_metadata
 from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
+from .prologue_on_host import prologue_on_host
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
 from .write_out_of_place import write_out_of_place
@@ -72,6 +73,7 @@ class CompiledBody:
 
     Attributes:
         hoisted: prologue and what it feeds.
+        host_prologue: the prologue for a grid on the host, None where it has to run on the device.
         program: the body.
         tail: what runs after it on the exact rows, None when the body is all.
         functions: for each unique piece of the program, what to call.
@@ -82,6 +84,7 @@ class CompiledBody:
     """
 
     hoisted: Hoisted
+    host_prologue: fx.GraphModule | None
     program: Program
     tail: Tail | None
     functions: list[PieceFunction]
@@ -135,6 +138,7 @@ def compile_body(
     dump("bind_tokens", bound.gm)
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)
+    host_prologue = prologue_on_host(hoisted)
     tail = cut_tail(hoisted)
     if tail is not None:
         dump("tail", tail.gm)
@@ -160,7 +164,7 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, program, tail, functions, checked, refusal, limits, decisions)
+    return CompiledBody(hoisted, host_prologue, program, tail, functions, checked, refusal, limits, decisions)
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:
