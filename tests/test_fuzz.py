@@ -1,4 +1,4 @@
-"""Random bodies through the whole backend, self-check off: whatever a bucket serves is eager's, and bodies that may be padded are.
+"""Random bodies through the whole backend, self-check off: whatever a bucket serves is eager's, and safe bodies are padded.
 
 What the proof of `test_prove_padding_fuzz.py` leaves to the runtime is here, too: metadata that padding changes, gathers whose
 padded tail does not map to the tail, segments that reach into it, writes in place, calls that are cut in parts.
@@ -6,6 +6,7 @@ padded tail does not map to the tail, segments that reach into it, writes in pla
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from passes.graphs import Module, attend, boundaries, metadata, positions
+from passes.graphs import Module, attend, boundaries, metadata
 from torch import Tensor
 
 from vitcg_backend import _torch, ops
@@ -31,7 +32,7 @@ Operation = Callable[[Any, Tensor, Tensor], Tensor]
 
 def _items(grid: Tensor) -> list[range]:
     ends = boundaries(grid).tolist()
-    return [range(a, b) for a, b in zip(ends, ends[1:])]  # noqa: B905
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def reversed_in_items(grid: Tensor) -> Tensor:
