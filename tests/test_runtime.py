@@ -461,6 +461,39 @@ def test_results_beside_the_features() -> None:
                 sizes -= 1
 
 
+def test_a_result_that_is_a_view_of_an_argument() -> None:
+    """A write into it reaches the caller's own tensor, as in eager; no static buffer stands for that: no bucket serves it."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+
+    def function(pixels: torch.Tensor, grid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tower(pixels, grid_thw=grid).pooler_output, pixels[:, :4]
+
+    compiled = torch.compile(function, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    with torch.no_grad():
+        for value in (7.0, 8.0):
+            expected = function(pixels.clone(), grid)[0]
+            features, view = compiled(pixels, grid)
+            torch.testing.assert_close(features, expected)
+            view.fill_(value)
+            assert bool((pixels[:, :4] == value).all())
+    assert stats(tower).fallbacks == {"aliased_input": 2}
+
+
+def test_b16_an_empty_segment_of_the_caller_adds_nothing() -> None:
+    """Where eager takes one (sdpa of transformers 5.24 does not), its result; anywhere that of the same call without it."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    for empty, plain in (([0, 8, 8, 16], [0, 8, 16]), ([0, 0, 16], [0, 16]), ([0, 16, 16], [0, 16])):
+        with torch.no_grad():
+            output = compiled(pixels, grid_thw=grid, cu_seqlens=tensor(empty, dtype=torch.int32))
+            expected = tower(pixels, grid_thw=grid, cu_seqlens=tensor(plain, dtype=torch.int32))
+        assert_equal(output, expected, tower, pixels, grid_thw=grid, cu_seqlens=tensor(plain, dtype=torch.int32))
+    assert stats(tower).fallbacks == {"caller_metadata": 3}
+
+
 def test_in_place_by_any_name_is_not_cut_apart() -> None:
     """An in-place activation given by position is seen, and its graph takes the ordinary path."""
     tower = tiny_tower("qwen2_vl", depth=1)

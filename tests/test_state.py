@@ -13,6 +13,7 @@ import pytest
 import torch
 from common import DEVICE, IMAGE, MIXED, assert_equal, assert_same, compile_tower, run, stats, tensor, tiny_tower
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import vitcg_backend
 from vitcg_backend import testing
@@ -161,6 +162,49 @@ def test_b62_freed_addresses_are_given_to_others() -> None:
         junk = [torch.full_like(p, float("nan")) for p in tower.parameters()]
         assert_same(compiled, tower, IMAGE, seed=step)
         del junk
+
+
+def _transposed(tower: nn.Module) -> None:
+    tower.blocks[0].attn.proj.weight.data = tower.blocks[0].attn.proj.weight.data.t()
+
+
+def _tied(tower: nn.Module) -> None:
+    tower.blocks[1].attn.proj.weight = tower.blocks[0].attn.proj.weight
+
+
+def _tied_by_data(tower: nn.Module) -> None:
+    tower.blocks[1].mlp.fc1.weight.data = tower.blocks[0].mlp.fc1.weight.data
+
+
+def _without_bias(tower: nn.Module) -> None:
+    tower.blocks[0].attn.proj.bias = None
+
+
+def _plain_tensor(tower: nn.Module) -> None:
+    weight = tower.blocks[0].attn.qkv.weight.detach() * 2
+    del tower.blocks[0].attn.qkv.weight
+    tower.blocks[0].attn.qkv.weight = weight
+
+
+def _blocks_swapped(tower: nn.Module) -> None:
+    tower.blocks[0], tower.blocks[1] = tower.blocks[1], tower.blocks[0]
+
+
+def _block_gone(tower: nn.Module) -> None:
+    del tower.blocks[1]
+
+
+def test_edits_that_nobody_thinks_of_one_after_another() -> None:
+    """A weight transposed in place, tied, a bias taken away, a plain tensor for a weight, blocks swapped and taken out."""
+    tower = small()
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    for edit in (_transposed, _tied, _tied_by_data, _in_place, _without_bias, _plain_tensor, _blocks_swapped, _block_gone):
+        old = testing.flatten(run(tower, IMAGE))
+        with torch.no_grad():
+            edit(tower)
+        assert differs(tower, old), edit.__name__
+        assert_same(compiled, tower, IMAGE, exact=edit is not _transposed)
 
 
 def test_b56_towers_of_one_class_share_a_graph_and_never_a_result() -> None:
@@ -369,6 +413,93 @@ def test_b64_a_hook_of_another_tower_stays_there() -> None:
     assert_same(compiled_b, b, IMAGE)
 
 
+def _double_linear(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2 if isinstance(module, nn.Linear) else None
+
+
+def _double_into_linear(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 2,) if isinstance(module, nn.Linear) else None
+
+
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks:UserWarning")
+@pytest.mark.parametrize("name", ["forward", "pre"])
+def test_b64_hooks_for_all_modules_added_and_removed(name: str) -> None:
+    """Hooks of the process, too: the next call has them, and loses them again."""
+    tower = small()
+    compiled = compile_tower(tower)
+    plain = assert_same(compiled, tower, IMAGE)
+    modules = torch.nn.modules.module
+    register = {
+        "forward": lambda: modules.register_module_forward_hook(_double_linear),
+        "pre": lambda: modules.register_module_forward_pre_hook(_double_into_linear),
+    }
+    handle = register[name]()
+    try:
+        assert_same(compiled, tower, IMAGE)
+        assert differs(tower, plain)
+    finally:
+        handle.remove()
+    assert_same(compiled, tower, IMAGE)
+    assert (stats(tower).hits, stats(tower).graphs) == (3, 2)
+
+
+def test_a_forward_put_in_later_is_seen() -> None:
+    """`forward` of one module, and of a class, replaced after the compile and put back: each call is eager's."""
+    tower = small()
+    compiled = compile_tower(tower)
+    plain = assert_same(compiled, tower, IMAGE)
+    mlp = tower.blocks[0].mlp
+    of_one, of_all = mlp.forward, type(mlp).forward
+    for owner, double in ((mlp, lambda x: of_one(x) * 2), (type(mlp), lambda self, x: of_all(self, x) * 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, "forward", double)
+            assert_same(compiled, tower, IMAGE)
+            assert differs(tower, plain)
+        vars(mlp).pop("forward", None)
+        assert_same(compiled, tower, IMAGE)
+        assert not differs(tower, plain)
+
+
+def test_what_hooks_keep_is_eagers_and_stays() -> None:
+    """Features that a hook collects are those of each call, and no later call changes them."""
+    tower = small()
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    kept: list[Tensor] = []
+    tower.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    held = []
+    for seed, layout in enumerate((IMAGE, MIXED, IMAGE)):
+        kept.clear()
+        assert_same(compiled, tower, layout, seed=seed)
+        ours, eagers = kept
+        if DEVICE == "cpu":
+            assert torch.equal(ours, eagers)
+        held.append((ours, ours.clone()))
+    assert all(torch.equal(now, then) for now, then in held)
+
+
+def test_b64_a_hook_that_switches_gradients() -> None:
+    """Parts of a tower with gradients off, then on again: eager's gradients, and eager's mode after a call without any."""
+    tower = small()
+    tower.blocks[0].attn.register_forward_pre_hook(lambda module, args: torch.set_grad_enabled(False) and None)
+    tower.blocks[0].attn.register_forward_hook(lambda module, args, output: torch.set_grad_enabled(True) and None)
+    twin = copy.deepcopy(tower)
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    for call in (compiled, twin):
+        call(pixels, grid_thw=grid).pooler_output.square().sum().backward()
+    for p, q in zip(tower.parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) is (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    after = []
+    for call in (compiled, twin):
+        with torch.no_grad():
+            output = call(pixels, grid_thw=grid).pooler_output
+            after.append((torch.is_grad_enabled(), output.requires_grad))
+    assert after == [(True, True)] * 2
+
+
 def test_b64_backward_hooks_and_hooks_on_tensors() -> None:
     """A hook that stops or scales gradients, added after a compiled backward pass, acts in the next."""
     tower = small()
@@ -500,6 +631,89 @@ def test_a_function_under_no_grad_is_captured() -> None:
         assert not output.requires_grad
         torch.testing.assert_close(output, function(pixels, grid))
     assert (stats(tower).hits, stats(tower).graphs) == (3, 1)
+
+
+def test_a_function_in_inference_mode_is_captured() -> None:
+    """As under `no_grad`; its results are inference tensors, as eager's are."""
+    tower = small()
+
+    @torch.inference_mode()
+    def function(pixels: Tensor, grid: Tensor) -> Tensor:
+        return tower(pixels, grid_thw=grid).pooler_output
+
+    compiled = torch.compile(function, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    for layout in (IMAGE, MIXED, IMAGE):
+        pixels, grid = testing.make_inputs(tower, layout)
+        output = compiled(pixels, grid)
+        assert output.is_inference()
+        torch.testing.assert_close(output, function(pixels, grid))
+    assert (stats(tower).hits, stats(tower).graphs) == (3, 1)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_forward_mode_differentiation(frozen: bool) -> None:
+    """A dual input gets eager's tangent, or an error that says so where weights require gradients, too; never a wrong one."""
+    forward_ad = torch.autograd.forward_ad
+    tower = small().requires_grad_(not frozen)
+    tower.set_attn_implementation("eager")  # the kernels of the others have no formula for it
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, MIXED, exact=False)
+    pixels, grid = testing.make_inputs(tower, MIXED)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(pixels, torch.ones_like(pixels))
+        expected = forward_ad.unpack_dual(tower(dual, grid_thw=grid).pooler_output).tangent
+        if not frozen:
+            with pytest.raises(NotImplementedError, match="jvp"):
+                compiled(dual, grid_thw=grid)
+            return
+        tangent = forward_ad.unpack_dual(compiled(dual, grid_thw=grid).pooler_output).tangent
+    torch.testing.assert_close(tangent, expected, rtol=1e-3, atol=1e-4)
+    assert stats(tower).fallbacks == {"forward_ad": 1}
+    assert_same(compiled, tower, MIXED, exact=False)
+
+
+def test_switches_of_the_process() -> None:
+    """Precision of products, deterministic algorithms, the default dtype: a capture of one setting serves no other."""
+    tower = small()
+    compiled = compile_tower(tower)
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+
+    def check(captures: int) -> None:
+        with torch.no_grad():
+            assert_equal(compiled(pixels, grid_thw=grid), tower(pixels, grid_thw=grid), tower, pixels, grid_thw=grid)
+        assert stats(tower).captures == captures
+
+    check(1)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        check(2)
+        torch.set_float32_matmul_precision("high")
+        check(3)
+        torch.set_float32_matmul_precision(precision)
+        check(3)
+        torch.use_deterministic_algorithms(True)
+        check(4)
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float64)
+        check(5)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(dtype)
+    check(5)
+
+
+def test_a_call_on_tensors_without_values() -> None:
+    """Somebody else's fake tensors: eager's own error, and the tower goes on."""
+    tower = small()
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    for call in (tower, compiled):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), pytest.raises(DataDependentOutputException):
+            call(mode.from_tensor(pixels), grid_thw=mode.from_tensor(grid))
+    assert_same(compiled, tower, IMAGE)
 
 
 def test_a_function_partly_under_no_grad_keeps_its_gradients() -> None:

@@ -20,7 +20,8 @@ import torch._inductor.config
 from torch import Tensor, fx
 from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -48,11 +49,14 @@ __all__ = [
     "fresh_size",
     "graphs_left",
     "guard_on_hooks",
+    "has_values",
+    "in_forward_ad",
     "is_data_dependent",
     "is_marked",
     "is_traceable_wrapper_subclass",
     "mark_rows",
     "new_size",
+    "numeric_state",
     "on_failed_trace",
     "poison_pool",
     "pool_held",
@@ -155,6 +159,11 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds values that may be read: not a fake one of somebody's own tracing, none on the meta device."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
 def is_marked(tensor: Tensor) -> bool:
     """Whether any axis of `tensor` is already marked dynamic or unbacked, by a user or by us."""
     return any(getattr(tensor, mark, None) for mark in _MARKS)
@@ -183,26 +192,53 @@ def clear_dynamic_marks(tensor: Tensor) -> None:
 
 
 def guard_on_hooks() -> None:
-    """Inside a compile: a hook that is added later to a module of the traced frame makes Dynamo trace it again.
+    """Inside a compile: a hook or a ``forward`` that is put in later, for one module or for all, makes Dynamo trace again.
 
     Dynamo notes each dict of hooks that it found empty, and then checks none of them unless
     ``config.skip_nnmodule_hook_guards`` is off for the whole process (torch/_dynamo/guards.py, the same in 2.11 and 2.13,
-    `GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT`). Here this compile alone gets the guard that it would have installed. Hooks
-    with keyword arguments are in the plain dicts, too, and hooks of the backward pass matter where there is one.
+    `GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT`). Of the dicts of hooks for all modules (torch/nn/modules/module.py) and of a
+    module's class it checks the type alone. Here this compile alone gets the guards that are missing. Hooks with keyword
+    arguments are in the plain dicts, too, and hooks of the backward pass matter where there is one.
     """
     from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource, TypeSource
 
     names = ["_forward_hooks", "_forward_pre_hooks"]
     if torch.is_grad_enabled():
         names += ["_backward_hooks", "_backward_pre_hooks"]
     context = torch._guards.TracingContext.try_get()
-    if context is None:  # called by hand, not by Dynamo
+    trace = current_trace()
+    if context is None or trace is None:  # called by hand, not by Dynamo
         return
     guards = context.guards_context.dynamo_guards
+    classes: dict[type, Any] = {}
     for guard in list(guards):
-        source = guard.originating_source
-        if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT" and getattr(source, "member", None) in names:
+        source, kind = guard.originating_source, guard.create_fn_name()
+        member = getattr(source, "member", None)
+        if (kind, member) in {("EMPTY_NN_MODULE_HOOKS_DICT", name) for name in names} | {
+            ("TYPE_MATCH", f"_global{name}") for name in names
+        }:
             guards.add(source.make_guard(GuardBuilder.SEQUENCE_LENGTH), collect_debug_stack=False)
+        elif kind == "TYPE_MATCH":
+            module = _module_of(source, trace)
+            if isinstance(module, torch.nn.Module):
+                classes.setdefault(type(module), source)
+    for source in classes.values():
+        forward = AttrSource(TypeSource(source), "forward")
+        guards.add(forward.make_guard(GuardBuilder.ID_MATCH), collect_debug_stack=False)
+
+
+def _module_of(source: Any, trace: Any) -> Any:
+    """The module that a source of the running trace names, None for a source of anything else.
+
+    `UnspecializedNNModuleSource` and its kin, whose name is an expression over the frame's locals and globals
+    (torch/_dynamo/source.py); it is a method until torch 2.11 and an attribute since.
+    """
+    if "NNModule" not in type(source).__name__:
+        return None
+    name = source.name() if callable(source.name) else source.name
+    root = getattr(trace.output, "root_tx", None) or trace
+    return eval(name, {"L": root.f_locals, "G": root.f_globals})
 
 
 def graphs_left() -> tuple[int, int]:
@@ -369,8 +405,32 @@ def _choices() -> Any:
 
 
 def ambient_state() -> tuple[Any, ...]:
-    """Modes that change what a trace records: autocast."""
-    return tuple((kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda"))
+    """Modes that change what a trace records or a compiler makes of it: autocast, the default dtype, `numeric_state`."""
+    casts = tuple((kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda"))
+    return casts, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), numeric_state()
+
+
+def numeric_state() -> tuple[Any, ...]:
+    """Switches of the process that choose kernels while a graph is captured and that Dynamo does not guard.
+
+    It guards deterministic algorithms and TF32 on or off (torch/csrc/dynamo/guards.cpp, `GlobalStateGuard`). These are read as
+    `torch.backends` reads them (torch/backends/__init__.py, torch/backends/cudnn/__init__.py), without its properties.
+    """
+    return tuple([switch() for switch in _SWITCHES])
+
+
+_SWITCHES = (
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_cudnn_allow_tf32,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_enabled,
+)
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is open (torch/autograd/forward_ad.py, `_current_level`)."""
+    return forward_ad._current_level >= 0
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from .errors import AttentionUnavailable, Refused, VitcgError
 from .marking import clear_marks, steps_taken
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
-from .passes.outer_no_grad import outer_no_grad, without_grad_modes
+from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
 from .runtime import CompiledTower
 
 __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
@@ -69,12 +69,14 @@ def vitcg(
     if special is not None:  # a tensor of several storages, such as a quantised weight, has no one address to watch
         return _ordinary(gm, example_inputs, parsed, counters, "tensor_subclass", f"an input is a {type(special).__name__}")
     quiet = outer_no_grad(gm)
-    if quiet is gm and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    wanted = torch.is_grad_enabled() or (turns_gradients_on(gm) and not torch.is_inference_mode_enabled())
+    if quiet is gm and wanted and any(t.requires_grad for t in tensors):
         return _ordinary(gm, example_inputs, parsed, counters, "gradients", "gradients are wanted")
     compiled = _cache.compiled
+    plain = _copy(without_grad_modes(quiet))
     try:
         with torch.inference_mode(False):
-            body = compile_body(_copy(without_grad_modes(quiet)), example_inputs, options=parsed, cache=_cache, dump=dump)
+            body = compile_body(plain, example_inputs, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:
@@ -90,7 +92,7 @@ def vitcg(
     operators = _copy(gm)
     give_tokens(operators)
     tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, operators, example_inputs)
-    return _served_by(tower)
+    return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm))
 
 
 def _note_recompiles(counters: Stats) -> None:
@@ -103,14 +105,18 @@ def _note_recompiles(counters: Stats) -> None:
         )
 
 
-def _served_by(callee: CompiledTower | _Ordinary) -> Callable[..., Any]:
+def _served_by(callee: CompiledTower | _Ordinary, in_inference_mode: bool = False) -> Callable[..., Any]:
     """A plain function around a callee, which debuggers of Dynamo such as depyf expect; it keeps the callee alive."""
     _live.add(callee)
 
     def vitcg_graph(*args: Any) -> Any:
         return callee(*args)
 
-    return vitcg_graph
+    def vitcg_graph_in_inference_mode(*args: Any) -> Any:
+        with torch.inference_mode():
+            return callee(*args)
+
+    return vitcg_graph_in_inference_mode if in_inference_mode else vitcg_graph
 
 
 def _kernel(body: CompiledBody, options: Options) -> VarlenKernel | None:

@@ -55,6 +55,8 @@ def mark_inputs() -> None:
     tensors = _inputs(trace)
     if any(_is_grid(t) and t.shape[0] == 0 for t in tensors):
         refuse("a grid without a row: the tower's own functions answer it")
+    if not all(map(_torch.has_values, tensors)):
+        refuse("the call is itself being traced, on tensors without values")
     grid = next((t for t in tensors if _is_grid(t)), None)
     if grid is None or _torch.is_marked(grid):
         return

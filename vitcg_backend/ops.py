@@ -138,13 +138,17 @@ class ShapeRule:
     numbers: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=256)
 def shape_rule(key: str, columns: int, specs: tuple[Spec, ...], constants: str) -> ShapeRule:
-    """Learn the output shapes of a metadata function from small grids.
+    """Learn the output shapes of a metadata function from small grids; its dtypes may follow torch's default dtype.
 
     Raises:
         RuntimeError: the function failed on all but one of the probe grids; the text has its last error.
     """
+    return _learn(key, columns, specs, constants, torch.get_default_dtype())
+
+
+@functools.lru_cache(maxsize=256)
+def _learn(key: str, columns: int, specs: tuple[Spec, ...], constants: str, default: torch.dtype) -> ShapeRule:
     seen: list[tuple[int, int, Any]] = []
     errors: list[str] = []
 

@@ -25,6 +25,7 @@ import torch
 
 from . import _torch, costs
 from .attention import VarlenKernel
+from .attention.op import differentiable
 from .bucketing import Layout
 from .capture import Arena, Capture, bytes_needed, run_body
 from .counters import BucketStats, CallRecord, Stats
@@ -43,7 +44,7 @@ __all__ = ["CompiledTower"]
 
 log = _torch.log
 _MAX_CAPTURES = 128
-_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number"}
+_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number", "forward_ad"}
 _NO_REFUSAL = {"invalid_grid", "uncaptured_is_faster"}  # under `strict`: eager's own error, and a choice for speed
 
 
@@ -137,6 +138,8 @@ class CompiledTower:
         rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
         if rest:
             return _Ask.refused(None, rows, "invalid_grid")
+        if _torch.in_forward_ad():  # a copy into a static buffer would lose the tangents
+            return _Ask.refused(None, rows, "forward_ad")
         for position, number in bound.numbers:
             if args[position] != number:
                 return _Ask.refused(None, rows, "other_number")
@@ -225,7 +228,7 @@ class CompiledTower:
             return None, "invalid_grid"
         if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
             return None, "over_max_frames"
-        key = (part.bucket, tuple(values.bounds.items()), self._states.number(args))
+        key = (part.bucket, tuple(values.bounds.items()), self._states.number(args), _torch.numeric_state())
         if key in self._refused:
             return None, self._refused[key]
         capture = self._captures.get(key)
@@ -297,7 +300,8 @@ class CompiledTower:
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""
-        results = self._lowered(*args)
+        function = differentiable(self._lowered) if _torch.in_forward_ad() else self._lowered
+        results = function(*args)
         return list(results) if isinstance(results, (tuple, list)) else [results]
 
     # --- captures ---------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .aten import efficient_unusable, efficient_varlen, flash_unusable, flash_varlen, flash_varlen_backward
 from .base import check_tensors
 from .segments import attention_by_segment, gradients_by_segment
 
-__all__ = ["VARLEN_ATTENTION", "VARLEN_ATTENTION_BACKWARD"]
+__all__ = ["VARLEN_ATTENTION", "VARLEN_ATTENTION_BACKWARD", "differentiable"]
 
 _LIBRARY = torch.library.Library("vitcg", "FRAGMENT")
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float? scale, SymInt? max_seqlen=None"
@@ -181,6 +181,31 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 torch.library.register_autograd("vitcg::varlen_attention", _differentiate, setup_context=_save, lib=_LIBRARY)
 torch.library.register_autograd("vitcg::varlen_attention_backward", _refuse, lib=_LIBRARY)
+
+
+def differentiable(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with torch's own operations, segment by segment, in place of the attention operator.
+
+    For forward-mode differentiation: an operator of this kind has no formula for it and, where no input requires gradients,
+    drops the tangents without a word (torch/_library/autograd.py, `make_autograd_impl`, the same in 2.11 and 2.13).
+    """
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    for node in graph.nodes:
+        if node.target in (VARLEN_ATTENTION, torch.ops.vitcg.varlen_attention):
+            node.target = _by_segment
+    return fx.GraphModule(gm, graph)
+
+
+def _by_segment(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None, *_: Any) -> Tensor:
+    factor, groups = q.shape[2] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    results = []
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        q_, k_, v_ = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        k_, v_ = (x.repeat_interleave(groups, dim=0) for x in (k_, v_))
+        results.append((torch.softmax(q_ @ k_.transpose(1, 2) * factor, -1) @ v_).transpose(0, 1))
+    return torch.cat(results)
 
 
 # --- autocast -------------------------------------------------------------------------------------------------------

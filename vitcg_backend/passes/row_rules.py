@@ -1,7 +1,8 @@
 """The rules of the padding proof: for each ATen operation, when its rows stay rows.
 
 A rule looks at a `Rows` view of one node and returns a short text that says why it is safe, or raises `Refusal`. To add one,
-write a function with ``@rule(aten.op.overload)`` and a positive and a negative test in `tests/test_prove_padding.py`.
+write a function with ``@rule(aten.op.overload)``, and a body that it accepts and one that it refuses in
+`tests/passes/test_row_rules.py`.
 """
 
 from __future__ import annotations
