@@ -226,7 +226,7 @@ def test_stats_text() -> None:
     assert_same(compiled, tower, VIDEO)
     text = str(stats(tower))
     assert "calls 2, hits 1, captures 1" in text
-    assert "bucket      8 tokens: 1 hits" in text
+    assert "bucket      8 tokens: 1 replays" in text
     assert "fallback over_largest_budget: 1" in text
 
 

@@ -639,7 +639,9 @@ def test_strict_raises_with_the_reason() -> None:
     tower = tiny_tower("qwen2_vl")
     compiled = compile_tower(tower, strict=True, token_budgets=[8])
     assert_same(compiled, tower, IMAGE)
-    with pytest.raises(Refused, match=r"vitcg refused \[over_largest_budget\]: a call of 128 patches in 1 items; budgets"):
+    with pytest.raises(
+        Refused, match=r"vitcg refused \[over_largest_budget\]: a call of 32 tokens \(128 patches\) in 1 items; budgets"
+    ):
         run(compiled, VIDEO)
 
 
@@ -761,6 +763,24 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str) -> None:
     assert len(runs) == 3  # padded, real for the check, real for the uncaptured call
     assert_same(compiled, tower, TWO_IMAGES)
     assert stats(tower).last.hit
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_bad_call_leaves_nothing_behind(strict: bool) -> None:
+    """After a call that eager rejects, good calls are served as before: no graph of the bad call answers them."""
+    tower = tiny_tower("qwen3_vl", depth=1)
+    compiled = compile_tower(tower, strict=strict)
+    assert_same(compiled, tower, IMAGE)
+    pixels = torch.zeros(63, testing.make_inputs(tower, IMAGE)[0].shape[1], device=DEVICE)
+    for grid in ([[1, 7, 9]], [[1, 7, 9]]):
+        with torch.no_grad():
+            with pytest.raises(RuntimeError):
+                tower(pixels, grid_thw=tensor(grid))
+            with pytest.raises(RuntimeError):
+                compiled(pixels, grid_thw=tensor(grid))
+    for layout in (IMAGE, TWO_IMAGES, VIDEO):
+        assert_same(compiled, tower, layout)
+    assert (stats(tower).graphs, stats(tower).hits, stats(tower).calls) == (1, 4, 4)
 
 
 def test_a_failing_self_check_refuses_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +47,7 @@ __all__ = [
     "compile_piece",
     "current_trace",
     "divisions",
+    "eager_rejects",
     "end_failed_capture",
     "fresh_size",
     "graphs_left",
@@ -136,6 +139,32 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
             failed(error)
 
     trace.output.add_cleanup_hook(hook)
+
+
+def eager_rejects(root: Any) -> bool:
+    """Whether the frame that `root` translates raises without any tracer, run with the arguments that it was called with.
+
+    Source: an `InstructionTranslator` keeps code, globals, arguments and closure of its frame
+    (torch/_dynamo/symbolic_convert.py); what it calls is not traced, as nothing is during a compile.
+    """
+    code, values = root.f_code, root.f_locals
+    function = types.FunctionType(code, root.f_globals, code.co_name, None, root.closure or ())
+    last = code.co_argcount + code.co_kwonlyargcount
+    names = code.co_varnames
+    positional = [values[name] for name in names[: code.co_argcount]]
+    keywords = {name: values[name] for name in names[code.co_argcount : last]}
+    if code.co_flags & inspect.CO_VARARGS:
+        positional += values[names[last]]
+        last += 1
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        keywords |= values[names[last]]
+    try:
+        with real_tensors(), torch.random.fork_rng(), torch.no_grad():
+            function(*positional, **keywords)
+    except Exception as error:
+        log.debug("eager rejects the call: %s: %s", type(error).__name__, error)
+        return True
+    return False
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -175,7 +175,7 @@ class Stats:
             f"calls {self.calls}, hits {self.hits}, captures {self.captures} ({self.recaptures} again), "
             f"graphs {self.graphs}, pieces {self.pieces} ({self.unique_pieces} unique), padding {self.padded_fraction:.1%}"
         ]
-        lines += [f"  bucket {tokens:6d} tokens: {bucket.hits} hits" for tokens, bucket in sorted(self.buckets.items())]
+        lines += [f"  bucket {tokens:6d} tokens: {bucket.hits} replays" for tokens, bucket in sorted(self.buckets.items())]
         lines += [f"  fallback {reason}: {count}" for reason, count in self.fallbacks.most_common()]
         lines += [f"  refused {reason}: {text}" for reason, text in self.refusals.items()]
         return "\n".join(lines)

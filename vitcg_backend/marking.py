@@ -8,7 +8,8 @@ Note [Steps back]
     A tower that loops over its grid in Python is a hard error with unbacked rows (``grid.tolist()`` asks whether there are
     any), where Dynamo would break the graph and go on. So a trace that fails starts again one step further back: 1. the
     grid's rows unbacked, 2. merely dynamic, 3. nothing lowered at all. The step sits on Dynamo's speculation log, which lives
-    as long as one compile. What step 3 raises is what Dynamo raises without us.
+    as long as one compile. What step 3 raises is what Dynamo raises without us. A call that eager rejects, too, takes no
+    step: the graphs of step 3 would answer the good calls that come after it.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def _step_back_on_failure(trace: Any) -> None:
     if getattr(trace.output, "_vitcg_watched", False):
         return
     trace.output._vitcg_watched = True
+    root = trace.output.root_tx
 
     def failed(error: BaseException) -> None:
         steps = trace.speculation_log
@@ -128,6 +130,9 @@ def _step_back_on_failure(trace: Any) -> None:
             log.info("vitcg traces a frame again, its grid's rows merely dynamic: %s", reason)
             steps._vitcg_backed = f"the tower's own code needs the number of items: {_torch.user_line(error) or reason}"
             _restart(trace, "vitcg: the rows of the grid cannot be unknown here", error)
+        if _torch.eager_rejects(root):
+            log.info("a trace failed with a call that eager rejects, too: %s", reason)
+            return
         log.warning("vitcg lowers nothing in a frame whose trace failed: %s", reason)
         steps._vitcg_refused = reason
         _restart(trace, f"vitcg: {reason}", error)

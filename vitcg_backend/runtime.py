@@ -509,7 +509,7 @@ class CompiledTower:
             texts = [text for name, text in self.stats.refusals.items() if name.partition(" ")[0] == ask.reason]
             return texts[-1] if texts else self.body.assumptions()
         budgets = list(self.planner.ladder.budgets)
-        return f"a call of {ask.rows} patches in {ask.items} items; budgets in tokens: {budgets}"
+        return f"a call of {tokens} tokens ({ask.rows} patches) in {ask.items} items; budgets in tokens: {budgets}"
 
 
 class _Disagrees(Exception):

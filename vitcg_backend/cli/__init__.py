@@ -23,6 +23,8 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are `UserError`: argparse's own print the usage before the line that matters."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("required: COMMAND"):
+            message += f"; commands: {', '.join(COMMANDS)}"
         raise UserError(message)
 
 
