@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 __all__ = [
+    "BackendRestart",
     "FakeTensorMode",
     "RandomWatch",
     "ShapeEnv",
@@ -46,11 +48,15 @@ __all__ = [
     "divisions",
     "end_failed_capture",
     "fresh_size",
+    "graph_break",
     "graphs_left",
+    "guard_on_equal_rows",
     "guard_on_hooks",
     "is_data_dependent",
     "is_marked",
+    "is_resumed",
     "is_traceable_wrapper_subclass",
+    "mark_batch",
     "mark_rows",
     "new_size",
     "on_failed_trace",
@@ -77,8 +83,11 @@ class RandomWatch(TorchDispatchMode):
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the tags of an operator and run it."""
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        """Look at the tags of an operator and run it; attention that drops nothing draws nothing, whatever its tag says."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            self.random |= "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
         return func(*args, **(kwargs or {}))
 
 
@@ -101,6 +110,16 @@ class TraceRestart(exc.RestartAnalysis):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, restart_reason=reason)
+
+
+class BackendRestart(exc.TensorifyScalarRestartAnalysis):
+    """The same, also from inside the backend: the one restart that its caller hands on as it is.
+
+    Source: `OutputGraph._call_user_compiler` (torch/_dynamo/output_graph.py) wraps every other exception.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(restart_reason=reason)
 
 
 def current_trace() -> Any:
@@ -158,6 +177,38 @@ def is_marked(tensor: Tensor) -> bool:
     return any(getattr(tensor, mark, None) for mark in _MARKS)
 
 
+def is_resumed(trace: Any) -> bool:
+    """Whether a trace is of what follows a graph break: its inputs are whatever was alive there.
+
+    Source: `TORCH_DYNAMO_RESUME_IN_PREFIX` (torch/_dynamo/resume_execution.py).
+    """
+    root = getattr(trace.output, "root_tx", None) or trace
+    return bool(root.f_code.co_name.startswith("torch_dynamo_resume_in"))
+
+
+def graph_break(trace: Any) -> str | None:
+    """Inside the backend: why the graph is a part of its function, or None (`GraphCompileReason`, output_graph.py)."""
+    reason = trace.output.compile_subgraph_reason
+    if reason is None or not reason.graph_break:
+        return None
+    line = f" at {reason.user_stack[-1].line}" if reason.user_stack else ""
+    return f"{str(reason.reason).splitlines()[0]}{line}"
+
+
+def mark_batch(tensor: Tensor) -> None:
+    """Make the first axis of a real input one unknown size in the next trace, the same for every tensor that is so marked.
+
+    The other axes of images (four axes and more) are constants. Without a hint 1 is not special; from torch 2.13 on the mark
+    says that the size is at least 1, before that an operation of the graph does (torch/_dynamo/decorators.py).
+    """
+    mark: Any = torch._dynamo.decorators.mark_unbacked
+    bounds = {"min": 1} if "min" in inspect.signature(mark).parameters else {}
+    mark(tensor, 0, shape_id="vitcg_batch", **bounds)
+    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
+    if tensor.dim() > 3:
+        tensor._dynamo_static_indices = set(range(1, tensor.dim()))  # type: ignore[attr-defined]
+
+
 def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
     """Make `axis` symbolic in the next trace, and every other axis a constant (also under ``dynamic=True``).
 
@@ -201,6 +252,26 @@ def guard_on_hooks() -> None:
         source = guard.originating_source
         if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT" and getattr(source, "member", None) in names:
             guards.add(source.make_guard(GuardBuilder.SEQUENCE_LENGTH), collect_debug_stack=False)
+
+
+def guard_on_equal_rows(trace: Any, tensors: Sequence[Tensor]) -> None:
+    """Inside a compile: a call in which these inputs differ in their first axis makes Dynamo trace it again.
+
+    Dynamo guards on no size that is unbacked. `GuardBuilder.add_python_lambda_leaf_guard_to_root` (torch/_dynamo/guards.py)
+    is what it installs guards on symbolic shapes with.
+    """
+    wanted = {id(tensor) for tensor in tensors}
+    sources = [arg.source for arg in trace.output.graphargs if id(arg.example) in wanted]
+    if len(sources) < 2:
+        return
+
+    def same_batch(builder: Any, guard: Any) -> None:
+        names = [name() if callable(name) else name for name in (source.name for source in sources)]  # a method until 2.11
+        code = [f"{name}.size()[0] == {names[0]}.size()[0]" for name in names[1:]]
+        builder.add_python_lambda_leaf_guard_to_root(code, code)
+
+    guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
+    guards.add(sources[0].make_guard(same_batch), collect_debug_stack=False)
 
 
 def graphs_left() -> tuple[int, int]:

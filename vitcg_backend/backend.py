@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import _torch, lowering
+from . import _torch, batching, lowering
 from .attention import KERNELS, VarlenKernel, choose
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
@@ -71,11 +71,17 @@ def vitcg(
     quiet = outer_no_grad(gm)
     if quiet is gm and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _ordinary(gm, example_inputs, parsed, counters, "gradients", "gradients are wanted")
+    batching.mark_batch()
+    batching.watch_batch(gm)
+    refused = batching.batch_refusal()
+    if refused is not None:
+        return _ordinary(gm, example_inputs, parsed, counters, *refused)
     compiled = _cache.compiled
     try:
         with torch.inference_mode(False):
             body = compile_body(_copy(without_grad_modes(quiet)), example_inputs, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
+        batching.refuse_batch(error.reason, error.detail)
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:
         raise
@@ -84,6 +90,7 @@ def vitcg(
         return _ordinary(gm, example_inputs, parsed, counters, "internal_error", f"{type(error).__name__}: {error}")
     counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
     if body.refusal is not None:
+        batching.refuse_batch(body.refusal.reason, body.refusal.detail)
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)

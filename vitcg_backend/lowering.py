@@ -29,6 +29,7 @@ import torch
 
 from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
+from .batching import is_batched, mark_batch
 from .marking import is_refused, refuse
 from .metadata_lowering import GRID_NAMES, grid_parameter, is_metadata, make_metadata, untouched
 
@@ -220,6 +221,14 @@ def _in_packed_branch() -> bool:
 
 
 @torch._dynamo.assume_constant_result
+def _mark_batch() -> bool:
+    """Whether this trace has a batch of images. With gradients only the backend can say whether they are wanted."""
+    if not torch.is_grad_enabled():
+        mark_batch()
+    return is_batched()
+
+
+@torch._dynamo.assume_constant_result
 def _attends_here_constant(implementation: str | None) -> bool:
     return _attends_here(implementation)
 
@@ -263,6 +272,8 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
 
     def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None and _active() and _mark_batch():
+            torch._check(query.shape[0] >= 1)
         if cu_seqlens is None or not _active():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         if not has_own_packed_branch and not _in_packed_branch():

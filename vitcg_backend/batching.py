@@ -1,0 +1,142 @@
+"""Towers that take one image (or tile, or clip) a row: ``[batch, channels, height, width]`` and no grid.
+
+Note [The batch is the token axis]
+    Such a tower is traced once with a batch that nobody knows, and every other size of its pixels a constant: an image of
+    another size is another graph. From there on it is a packed tower without a grid, whose rows are images: `prove_padding`
+    shows that no row reaches another, buckets are numbers of images, and what else comes a row an image (masks) is padded
+    with it. The batch is unbacked because Dynamo takes a backed size of 1 for a constant.
+
+Note [Steps back of a batch]
+    What cannot be traced, taken apart or proved with an unknown batch is traced again as if this backend had marked nothing
+    and takes the ordinary path, with the reason. So does the last graph that Dynamo makes for a function: left to itself
+    it takes any image size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import _torch
+from .marking import inputs_of, is_grid, is_refused
+
+__all__ = ["batch_refusal", "is_batched", "mark_batch", "refuse_batch", "watch_batch"]
+
+log = _torch.log
+
+
+def mark_batch() -> None:
+    """Mark the batch of the pixels of the running trace, and of what else has a row an image; see the notes above.
+
+    Raises:
+        BackendRestart: something was marked that the running trace has seen unmarked.
+    """
+    trace = _torch.current_trace()
+    steps = trace.speculation_log
+    if is_batched():
+        _step_back_on_failure(trace)
+    if is_refused(trace) or is_batched() or batch_refusal() is not None:
+        return
+    tensors = inputs_of(trace)
+    pixels = _pixels(tensors)
+    if pixels is None or _torch.is_resumed(trace) or any(map(_torch.is_marked, tensors)):
+        return
+    left, limit = _torch.graphs_left()
+    if left <= 0:
+        text = f"the last of the {limit} graphs that Dynamo makes for one function takes any image size, without buckets"
+        steps._vitcg_batch_refused = ("image_sizes", f"{text}; raise torch._dynamo.config.recompile_limit for more of them")
+        return
+    steps._vitcg_batch = [t for t in tensors if len(t) == len(pixels)]
+    for tensor in steps._vitcg_batch:
+        _torch.mark_batch(tensor)
+    steps.clear()
+    raise _torch.BackendRestart("vitcg: the batch of the pixels is dynamic")
+
+
+def is_batched() -> bool:
+    """Whether the running trace has a batch that `mark_batch` marked."""
+    trace = _torch.current_trace()
+    return trace is not None and hasattr(trace.speculation_log, "_vitcg_batch")
+
+
+def watch_batch(gm: fx.GraphModule) -> None:
+    """In the backend: step back from a graph that is another for a batch of one; guard that all batches are one.
+
+    Raises:
+        BackendRestart: such a graph.
+    """
+    if not is_batched():
+        return
+    trace = _torch.current_trace()
+    broken = _torch.graph_break(trace)
+    if broken is not None:
+        refuse_batch("graph_break", broken)
+    for node in gm.graph.nodes:
+        if "squeeze" in _name(node) and "unsqueeze" not in _name(node) and _drops_unknown(node):
+            refuse_batch("batch_of_one", f"{node.format_node()} drops the batch where it is 1")
+    _torch.guard_on_equal_rows(trace, trace.speculation_log._vitcg_batch)
+
+
+def refuse_batch(reason: str, detail: str) -> None:
+    """Trace again with nothing marked, for a reason that the ordinary path then has. Nothing where no batch is marked.
+
+    Raises:
+        BackendRestart: there is one.
+    """
+    if not is_batched():
+        return
+    log.info("vitcg steps back from a dynamic batch [%s]: %s", reason, detail)
+    trace = _torch.current_trace()
+    for tensor in trace.speculation_log._vitcg_batch:
+        _torch.clear_dynamic_marks(tensor)
+    del trace.speculation_log._vitcg_batch
+    trace.speculation_log._vitcg_batch_refused = (reason, detail)
+    trace.speculation_log.clear()
+    raise _torch.BackendRestart(f"vitcg: no dynamic batch: {reason}")
+
+
+def batch_refusal() -> tuple[str, str] | None:
+    """Reason and text of the step back that the running trace is the result of."""
+    trace = _torch.current_trace()
+    return None if trace is None else getattr(trace.speculation_log, "_vitcg_batch_refused", None)
+
+
+def _pixels(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The images of a frame: its first input of floating-point numbers, if it has four axes or comes with a mask."""
+    pixels = next((t for t in tensors if t.is_floating_point() and t.dim() > 2), None)
+    if pixels is None or len(pixels) == 0:
+        return None
+    others = [t for t in tensors if not t.is_floating_point()]
+    if pixels.dim() == 3:
+        return pixels if any(t.dim() == 2 and len(t) == len(pixels) for t in others) else None
+    return None if any(is_grid(t) and len(t) != len(pixels) for t in others) else pixels
+
+
+def _step_back_on_failure(trace: Any) -> None:
+    """A trace that fails with an unknown batch starts again without one."""
+    if getattr(trace.output, "_vitcg_watched", False):
+        return
+    trace.output._vitcg_watched = True
+
+    def failed(error: BaseException) -> None:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        refuse_batch("host_code", f"the tower's own code needs the number of images: {_torch.user_line(error) or text}")
+
+    _torch.on_failed_trace(trace, failed)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _drops_unknown(node: fx.Node) -> bool:
+    """Whether a squeeze reaches an axis whose size is unknown: eager drops it where it is 1."""
+    value = node.args[0].meta.get("example_value") if node.args and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, Tensor):
+        return False
+    given = node.args[1:] or tuple(node.kwargs[k] for k in ("dim", "dims") if k in node.kwargs)
+    listed = [d for g in given for d in (g if isinstance(g, (tuple, list)) else (g,))]
+    axes = [d % value.dim() for d in listed] if listed else range(value.dim())
+    return any(not isinstance(value.shape[axis], int) for axis in axes)
