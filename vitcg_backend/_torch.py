@@ -20,6 +20,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, fx
 from torch._dynamo import exc
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import (
@@ -46,6 +47,7 @@ __all__ = [
     "compile_piece",
     "current_trace",
     "divisions",
+    "enable_python_dispatcher",
     "end_failed_capture",
     "fresh_size",
     "graph_break",

@@ -151,7 +151,8 @@ def compile_body(
         for gather in compiled.proof.gathers if compiled.proof else []:
             for uses in piece.metadata_inputs:
                 gathers.add(_obligation(gather, uses))
-        if compiled.proof and any(not compiled.proof.lookups <= set(uses) for uses in piece.metadata_inputs):
+        known = [{*uses, *batch} for uses, batch in zip(piece.metadata_inputs, piece.batch_inputs, strict=True)]
+        if compiled.proof and any(not compiled.proof.lookups <= positions for positions in known):
             text = "a table is looked up by an index that is not metadata: that of a padded row could point anywhere"
             refusal = refusal or Ineligible("unproved", text)
     limits.append((program.symbols.symbol, program.symbols.guards()))

@@ -367,7 +367,9 @@ def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt, width: 
         known = {old: new.node.expr for old, new in sizes.items()}
         return symbols.shape_env.create_symintnode(expression.xreplace(known), hint=None)
 
-    with symbols.mode, torch.no_grad(), symbols.shape_env.ignore_fresh_unbacked_symbols():
+    # The dispatcher is the one that Dynamo traces with: kernels in C++ that read a size as an integer would fix it.
+    ignoring = symbols.shape_env.ignore_fresh_unbacked_symbols()
+    with symbols.mode, torch.no_grad(), ignoring, _torch.enable_python_dispatcher():
         for node in gm.graph.nodes:
             node.meta.pop("unbacked_bindings", None)  # they name symbols of Dynamo's environment
             if node.op == "output":

@@ -404,7 +404,7 @@ def _pad(rows: Rows) -> str:
     return "not along the token axis"
 
 
-@rule(*_overloads("repeat"))
+@rule(*_overloads("repeat"), shape_argument=1, creates=_constant_rows)
 def _repeat(rows: Rows) -> str:
     repeats = list(rows.argument(1, "repeats"))
     if repeats[len(repeats) - (rows.rank - rows.axis)] != 1:
@@ -501,6 +501,14 @@ def _embedding(rows: Rows) -> str:
     return "a table without tokens, looked up by metadata"
 
 
+@rule(*_overloads("bucketize.Tensor"))
+def _bucketize(rows: Rows) -> str:
+    if rows.of(rows.node.args[1]) is not None:
+        raise Refusal("sorts values into buckets whose boundaries carry tokens")
+    rows.aligned()
+    return "pointwise: rows aligned"
+
+
 @rule(*_overloads("index.Tensor"))
 def _index(rows: Rows) -> str:
     source, indices = rows.node.args[:2]
@@ -520,7 +528,9 @@ def _index(rows: Rows) -> str:
         rows.keep(place[1])
         return "not along the token axis"
     index = dict(given)[place[0]]
-    if len(given) != 1 or index.meta["val"].dim() != 1 or rows.of(index) is None or index.meta["val"].dtype == torch.bool:
+    shape = index.meta["val"].shape
+    one_each = rows.of(index) is not None and math.prod(shape[: rows.of(index)[0]] + shape[rows.of(index)[0] + 1 :]) == 1
+    if not one_each or len(carrying) != 1 or index.meta["val"].dtype == torch.bool:
         raise Refusal("gathers along the token axis by an index that is not one entry a row")
     rows.gather(index, rows.of(index)[1], place[1])
     rows.keep(rows.of(index)[1])
