@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
@@ -64,6 +65,8 @@ def install() -> bool:
         if utilities is not None:
             _substitute(getattr(utilities, "get_max_seqlen", None), _make_max_seqlen)
             _substitute(getattr(utilities, "is_flash_attention_requested", None), _make_flash_requested)
+        imports = sys.modules.get("transformers.utils.import_utils")
+        _substitute(getattr(imports, "torch_compilable_check", None), _make_check)
         for function in _attention_functions().values():
             _substitute(function, _make_attention)
         _scanned = len(sys.modules)
@@ -262,6 +265,19 @@ def _make_flash_requested(original: types.FunctionType) -> Callable[..., Any]:
         if config is not None and version is None and _active() and _is_packed(config._attn_implementation):
             return True
         return copy(config, requested_attention_implementation, version)
+
+    return lowered
+
+
+def _make_check(original: types.FunctionType) -> Callable[..., Any]:
+    copy = untouched(original)
+
+    def lowered(cond: Any, msg: Any, error_type: Any = ValueError) -> None:
+        plain = isinstance(cond, Tensor) and isinstance(msg, str) and error_type is ValueError
+        if plain and _active() and _mark_batch():
+            torch.ops.vitcg.check(cond, msg)
+        else:
+            copy(cond, msg, error_type)
 
     return lowered
 

@@ -135,6 +135,8 @@ class CompiledTower:
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
+        if self.body.checks is not None:
+            self.body.checks(args)
         rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
         if rest:
             return _Ask.refused(None, rows, "invalid_grid")

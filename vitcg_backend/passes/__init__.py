@@ -1,6 +1,6 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique
+On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique
 piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
@@ -25,6 +25,7 @@ from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
+from .take_out_checks import Checks, take_out_checks
 from .write_out_of_place import write_out_of_place
 
 __all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body", "give_tokens"]
@@ -79,6 +80,7 @@ class CompiledBody:
         refusal: why the body may not be padded, or None when every piece is proved.
         limits: what the trace and the compiled pieces assume about n, see `CompiledPiece`.
         decisions: the part of them that the traces of proved pieces decided by, see `Proof`.
+        checks: what the tower checks of a call's values before all else, None without any.
     """
 
     hoisted: Hoisted
@@ -89,6 +91,7 @@ class CompiledBody:
     refusal: Ineligible | None
     limits: list[tuple[sympy.Symbol, list[sympy.Basic]]]
     decisions: list[tuple[sympy.Symbol, list[sympy.Basic]]] = field(default_factory=list)
+    checks: Checks | None = None
 
     def __post_init__(self) -> None:
         self._allowed: dict[int, bool] = {}
@@ -131,6 +134,7 @@ def compile_body(
         Ineligible: the graph cannot be taken apart at all; it then runs as an ordinary compiled graph.
     """
     dump("dynamo", gm)
+    gm, checks = take_out_checks(gm)
     bound = bind_tokens(write_out_of_place(gm), example_inputs)
     dump("bind_tokens", bound.gm)
     hoisted = hoist_metadata(bound)
@@ -161,7 +165,7 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, program, tail, functions, checked, refusal, limits, decisions)
+    return CompiledBody(hoisted, program, tail, functions, checked, refusal, limits, decisions, checks)
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:

@@ -14,10 +14,8 @@ from .. import _torch
 
 __all__ = ["Ineligible", "Role", "Symbols", "fake_of", "is_size", "rows_of", "source_line", "token_axes", "where"]
 
-HINT = 257
-"""Size hint of the private token symbol: the same for every graph, so that the first image seen decides nothing, and a prime,
-so that no width of a tower is equal to a number of rows by chance: the trace would take the two for one.
-"""
+HINT = 256
+"""Size hint of the private token symbol: the same for every graph, so that the first image seen decides nothing."""
 
 
 class Ineligible(Exception):

@@ -435,10 +435,22 @@ def _matmul(rows: Rows, left: Any, right: Any) -> str:
 
 @rule(*_overloads("bmm"))
 def _bmm(rows: Rows) -> str:
-    left, right = (rows.of(a) for a in rows.node.args[:2])
-    rows.keep()
+    return _batched_matmul(rows, *rows.node.args[:2])
+
+
+@rule(*_overloads("baddbmm"))
+def _baddbmm(rows: Rows) -> str:
+    bias, left, right = rows.node.args[:3]
+    if rows.of(bias) is not None and (rows.of(bias) != rows.output or bias.meta["val"].dim() != 3):
+        raise Refusal("adds a bias whose rows are not aligned")
+    return _batched_matmul(rows, left, right)
+
+
+def _batched_matmul(rows: Rows, first: Any, second: Any) -> str:
+    left, right = rows.of(first), rows.of(second)
+    rows.keep((left or rows.inputs[0][1:])[1])
     if left is not None and left[0] == 0 and right in (None, left):
-        if right is None and rows.node.args[1].meta["val"].shape[0] != 1:
+        if right is None and second.meta["val"].shape[0] != 1:
             raise Refusal("pairs a batch of tokens with a batch of something else")
         return "tokens in the batch"
     if left is not None and left[0] == 1 and right is None:
