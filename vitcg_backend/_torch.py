@@ -13,7 +13,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "graphs_left",
     "guard_on_equal_rows",
     "guard_on_hooks",
+    "guard_on_other_sizes",
     "is_data_dependent",
     "is_marked",
     "is_resumed",
@@ -66,7 +68,9 @@ __all__ = [
     "raw_stream",
     "real_tensors",
     "release_workspaces",
+    "size_key",
     "trace_artifact",
+    "traced_code",
     "unowned",
     "user_line",
 ]
@@ -184,8 +188,7 @@ def is_resumed(trace: Any) -> bool:
 
     Source: `TORCH_DYNAMO_RESUME_IN_PREFIX` (torch/_dynamo/resume_execution.py).
     """
-    root = getattr(trace.output, "root_tx", None) or trace
-    return bool(root.f_code.co_name.startswith("torch_dynamo_resume_in"))
+    return traced_code(trace).co_name.startswith("torch_dynamo_resume_in")
 
 
 def graph_break(trace: Any) -> str | None:
@@ -197,16 +200,21 @@ def graph_break(trace: Any) -> str | None:
     return f"{str(reason.reason).splitlines()[0]}{line}"
 
 
-def mark_batch(tensor: Tensor) -> None:
+def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:
     """Make the first axis of a real input one unknown size in the next trace, the same for every tensor that is so marked.
 
     The other axes of images (four axes and more) are constants. Without a hint 1 is not special; from torch 2.13 on the mark
     says that the size is at least 1, before that an operation of the graph does (torch/_dynamo/decorators.py).
+
+    With `any_size` instead: every axis but that of the channels is dynamic, as far as the traced code lets it.
     """
+    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
+    if any_size:
+        torch._dynamo.maybe_mark_dynamic(tensor, [axis for axis in range(tensor.dim()) if axis != 1 or tensor.dim() < 4])
+        return
     mark: Any = torch._dynamo.decorators.mark_unbacked
     bounds = {"min": 1} if "min" in inspect.signature(mark).parameters else {}
     mark(tensor, 0, shape_id="vitcg_batch", **bounds)
-    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
     if tensor.dim() > 3:
         tensor._dynamo_static_indices = set(range(1, tensor.dim()))  # type: ignore[attr-defined]
 
@@ -259,21 +267,54 @@ def guard_on_hooks() -> None:
 def guard_on_equal_rows(trace: Any, tensors: Sequence[Tensor]) -> None:
     """Inside a compile: a call in which these inputs differ in their first axis makes Dynamo trace it again.
 
-    Dynamo guards on no size that is unbacked. `GuardBuilder.add_python_lambda_leaf_guard_to_root` (torch/_dynamo/guards.py)
-    is what it installs guards on symbolic shapes with.
+    Dynamo guards on no size that is unbacked.
     """
-    wanted = {id(tensor) for tensor in tensors}
-    sources = [arg.source for arg in trace.output.graphargs if id(arg.example) in wanted]
-    if len(sources) < 2:
-        return
+    sources = _sources(trace, tensors)
+    names = [_source_name(source) for source in sources]
+    if len(names) > 1:
+        _add_guard(sources[0], [f"{name}.size()[0] == {names[0]}.size()[0]" for name in names[1:]])
 
-    def same_batch(builder: Any, guard: Any) -> None:
-        names = [name() if callable(name) else name for name in (source.name for source in sources)]  # a method until 2.11
-        code = [f"{name}.size()[0] == {names[0]}.size()[0]" for name in names[1:]]
+
+def guard_on_other_sizes(trace: Any, tensor: Tensor | None, known: Iterable[Any]) -> None:
+    """Inside a compile: a call in which this input has one of the known sizes (`size_key`) is for another graph."""
+    for source in _sources(trace, [tensor] if tensor is not None else []):
+        name = _source_name(source)
+        _add_guard(source, [f"(*{name}.size()[1:], str({name}.dtype)) not in {sorted(known, key=str)!r}"])
+
+
+def size_key(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells the graphs of one function apart: every size but the first, and the dtype."""
+    return (*tensor.shape[1:], str(tensor.dtype))
+
+
+def traced_code(trace: Any) -> CodeType:
+    """The code object that is compiled: Dynamo keeps its graphs there."""
+    code: CodeType = (getattr(trace.output, "root_tx", None) or trace).f_code
+    return code
+
+
+def _sources(trace: Any, tensors: Sequence[Tensor]) -> list[Any]:
+    """Where the traced frame has these inputs, for those that its graph reads (`GraphArg`, variables/builder.py)."""
+    wanted = {id(tensor) for tensor in tensors}
+    return [arg.source for arg in trace.output.graphargs if id(arg.example) in wanted]
+
+
+def _source_name(source: Any) -> str:
+    return source.name() if callable(source.name) else source.name  # a method until torch 2.11, an attribute since
+
+
+def _add_guard(source: Any, code: list[str]) -> None:
+    """Guard on Python expressions over the frame's locals ``L``.
+
+    `GuardBuilder.add_python_lambda_leaf_guard_to_root` (torch/_dynamo/guards.py) is what Dynamo installs guards on symbolic
+    shapes with.
+    """
+
+    def create(builder: Any, guard: Any) -> None:
         builder.add_python_lambda_leaf_guard_to_root(code, code)
 
     guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
-    guards.add(sources[0].make_guard(same_batch), collect_debug_stack=False)
+    guards.add(source.make_guard(create), collect_debug_stack=False)
 
 
 def graphs_left() -> tuple[int, int]:
@@ -287,8 +328,7 @@ def graphs_left() -> tuple[int, int]:
     trace = current_trace()
     if trace is None:
         return limit, limit
-    root = getattr(trace.output, "root_tx", None) or trace
-    return limit - len(_debug_get_cache_entry_list(root.f_code)) - 1, limit
+    return limit - len(_debug_get_cache_entry_list(traced_code(trace))) - 1, limit
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

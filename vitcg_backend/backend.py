@@ -95,6 +95,7 @@ def vitcg(
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
+    batching.note_size()
     operators = _copy(gm)
     give_tokens(operators)
     tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, operators, example_inputs)
@@ -215,6 +216,7 @@ def reset() -> None:
     for part in list(_live):
         part.clear()
     _cache.pieces.clear()
+    batching.forget_sizes()
 
 
 vitcg.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() looks for it

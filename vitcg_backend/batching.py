@@ -8,13 +8,16 @@ Note [The batch is the token axis]
 
 Note [Steps back of a batch]
     What cannot be traced, taken apart or proved with an unknown batch is traced again as if this backend had marked nothing
-    and takes the ordinary path, with the reason. So does the last graph that Dynamo makes for a function: left to itself
-    it takes any image size.
+    and takes the ordinary path, with the reason. So does the last graph that Dynamo makes for a function: it is traced with
+    every size of the images dynamic, so that no later size is left to eager mode, where nothing is counted. Dynamo tries
+    the graph used last first: a guard keeps the sizes that have buckets out of that one.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 from torch import Tensor, fx
@@ -22,9 +25,10 @@ from torch import Tensor, fx
 from . import _torch
 from .marking import inputs_of, is_grid, is_refused
 
-__all__ = ["batch_refusal", "is_batched", "mark_batch", "refuse_batch", "watch_batch"]
+__all__ = ["batch_refusal", "forget_sizes", "is_batched", "mark_batch", "note_size", "refuse_batch", "watch_batch"]
 
 log = _torch.log
+_sizes: weakref.WeakKeyDictionary[CodeType, set[Any]] = weakref.WeakKeyDictionary()  # a function's sizes that have buckets
 
 
 def mark_batch() -> None:
@@ -43,14 +47,15 @@ def mark_batch() -> None:
     pixels = _pixels(tensors)
     if pixels is None or _torch.is_resumed(trace) or any(map(_torch.is_marked, tensors)):
         return
+    rows = [pixels, *(t for t in tensors if t is not pixels and len(t) == len(pixels))]
     left, limit = _torch.graphs_left()
-    if left <= 0:
+    if left > 0:
+        steps._vitcg_batch = rows
+    else:
         text = f"the last of the {limit} graphs that Dynamo makes for one function takes any image size, without buckets"
         steps._vitcg_batch_refused = ("image_sizes", f"{text}; raise torch._dynamo.config.recompile_limit for more of them")
-        return
-    steps._vitcg_batch = [t for t in tensors if len(t) == len(pixels)]
-    for tensor in steps._vitcg_batch:
-        _torch.mark_batch(tensor)
+    for tensor in rows:
+        _torch.mark_batch(tensor, any_size=left <= 0)
     steps.clear()
     raise _torch.BackendRestart("vitcg: the batch of the pixels is dynamic")
 
@@ -67,9 +72,12 @@ def watch_batch(gm: fx.GraphModule) -> None:
     Raises:
         BackendRestart: such a graph.
     """
+    trace = _torch.current_trace()
+    refused = batch_refusal()
+    if refused is not None and refused[0] == "image_sizes":
+        _torch.guard_on_other_sizes(trace, _pixels(inputs_of(trace)), _sizes.get(_torch.traced_code(trace), set()))
     if not is_batched():
         return
-    trace = _torch.current_trace()
     broken = _torch.graph_break(trace)
     if broken is not None:
         refuse_batch("graph_break", broken)
@@ -77,6 +85,19 @@ def watch_batch(gm: fx.GraphModule) -> None:
         if "squeeze" in _name(node) and "unsqueeze" not in _name(node) and _drops_unknown(node):
             refuse_batch("batch_of_one", f"{node.format_node()} drops the batch where it is 1")
     _torch.guard_on_equal_rows(trace, trace.speculation_log._vitcg_batch)
+
+
+def note_size() -> None:
+    """In the backend: the running trace's image size has buckets now. Nothing where no batch is marked."""
+    if is_batched():
+        trace = _torch.current_trace()
+        pixels = trace.speculation_log._vitcg_batch[0]
+        _sizes.setdefault(_torch.traced_code(trace), set()).add(_torch.size_key(pixels))
+
+
+def forget_sizes() -> None:
+    """No size has buckets any more."""
+    _sizes.clear()
 
 
 def refuse_batch(reason: str, detail: str) -> None:

@@ -47,7 +47,7 @@ class Parts:
         """
         body, bound = self.body, self.body.bound
         if tokens_of_image(body):
-            return body.tail is None and not body.program.views and all(_is_by_rows(body, value) for value in _slots(body))
+            return body.tail is None and all(_is_by_rows(body, value) for value in _slots(body))
         if body.tail is not None or body.hoisted.reads_state or bound.pixels_per_row != 1 or bound.grid is None:
             return False
         roles = {node.meta["role"] for node in bound.placeholders}
@@ -186,6 +186,7 @@ class Joined:
     def __init__(self, body: CompiledBody, args: Sequence[Any], rows: int, metadata: Sequence[Tensor]) -> None:
         self.body = body
         self.tokens = rows // body.bound.symbols.unit
+        self._views = body.program.views
         self.results: list[Any] = []
         for kind, what in body.program.outputs:
             known = {"argument": lambda w: args[w], "metadata": lambda w: metadata[w].clone(), "constant": lambda w: w}
@@ -196,12 +197,14 @@ class Joined:
         symbols = self.body.bound.symbols
         targets, sources = [], []
         for index, (kind, _) in enumerate(self.body.program.outputs):
-            if kind != "slot":
+            if kind != "slot" or index in self._views:
                 continue
             result, fake = results[index], self.body.program.output_values[index]
             axes = token_axes(fake, symbols)
             if self.results[index] is None:
                 self.results[index] = self._empty(fake, result)
+                for view in (i for i, owner in self._views.items() if owner == index):
+                    self.results[view] = self._view(self.body.program.output_values[view], self.results[index])
             each = symbols.linear(fake.shape[axes[0]])[0]  # type: ignore[index]  # `Parts` has seen that it is linear
             place = 0
             for start, count in part.ranges:
@@ -214,7 +217,18 @@ class Joined:
 
     def _empty(self, fake: Any, like: Tensor) -> Tensor:
         """An uninitialised result of the whole call, with eager's strides."""
-        symbols = self.body.bound.symbols
-        forms = [[symbols.linear(x) for x in sizes] for sizes in (fake.shape, fake.stride())]
-        shape, stride = ([f[0] * self.tokens + f[1] for f in sizes if f is not None] for sizes in forms)
-        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+        return torch.empty_strided(*self._laid_out(fake), dtype=like.dtype, device=like.device)
+
+    def _view(self, fake: Any, owner: Tensor) -> Tensor:
+        """A result that is a view of another one."""
+        offset = self._number(fake.storage_offset())
+        return owner.as_strided(*self._laid_out(fake), offset)
+
+    def _laid_out(self, fake: Any) -> tuple[list[int], list[int]]:
+        """Sizes and strides of a result of the whole call."""
+        return [self._number(x) for x in fake.shape], [self._number(x) for x in fake.stride()]
+
+    def _number(self, size: Any) -> int:
+        form = self.body.bound.symbols.linear(size)
+        assert form is not None  # `Parts` has seen that results are linear
+        return form[0] * self.tokens + form[1]

@@ -1,0 +1,292 @@
+"""Towers that take one image a row: one trace an image size, buckets of images, equal to eager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitcg_backend
+from common import DEVICE
+from vitcg_backend import testing
+from vitcg_backend.testing.image_families import ImageFamily, image_families
+
+FAMILIES = {family.name: family for family in image_families()}
+GRAPHED = [name for name in FAMILIES if name != "pixtral"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of modelling files, not ours
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Each test compiles by itself."""
+    yield
+    torch._dynamo.reset()
+
+
+def compile_tower(tower: nn.Module, *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> Any:
+    options = {"inner": "eager", "min_tokens": 1, **options}
+    return torch.compile(tower, backend="vitcg", fullgraph=fullgraph, dynamic=dynamic, options=options)
+
+
+def assert_same(compiled: Any, tower: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
+    """One call within the error budget, of eager's shapes; its output tensors."""
+    inputs = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    with torch.no_grad():
+        output, expected = compiled(**inputs), tower(**inputs)
+        testing.assert_within_budget(output, expected, testing.reference_float64(tower, **inputs))
+    return testing.flatten(output)
+
+
+def make(name: str, **kwargs: Any) -> tuple[ImageFamily, nn.Module]:
+    """A family and a tower of it, of one layer where nothing is said."""
+    return FAMILIES[name], FAMILIES[name].tower(**{"num_hidden_layers": 1, **kwargs}).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama4", torch.float32), ("siglip", torch.bfloat16), ("idefics3", torch.float32)], ids=str
+)
+def test_shuffled_batches(name: str, dtype: torch.dtype) -> None:
+    """Batches shuffled and repeated, some above the largest budget: one trace, every call a hit, results stay as they were."""
+    family, tower = make(name, dtype=dtype)
+    compiled = compile_tower(tower, token_budgets=[1, 2, 4])
+    order = [1, *(batch for batch in (1, 2, 3, 4, 5, 9) for _ in range(2))]
+    random.Random(0).shuffle(order)
+    held = []
+    for step, batch in enumerate(order):
+        outputs = assert_same(compiled, tower, family.inputs(tower, batch, seed=step))
+        held += [(t, t.clone()) for t in outputs]
+    assert all(torch.equal(now, then) for now, then in held)
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.calls, seen.hits) == (1, len(order), len(order)), seen.fallbacks
+    assert seen.captures == 3
+    assert seen.last.num_patches == order[-1]
+
+
+def test_equal_layers_share_a_piece() -> None:
+    """A tower is cut before its dense attention: the stretches between its layers are one piece."""
+    family, tower = make("siglip", num_hidden_layers=4)
+    assert_same(compile_tower(tower), tower, family.inputs(tower, 2))
+    seen = vitcg_backend.stats(tower)
+    assert seen.unique_pieces < seen.pieces
+
+
+def test_weights_edited_in_place() -> None:
+    """An edit in place is in the next result, without another capture; a replaced weight is, too."""
+    family, tower = make("siglip")
+    compiled = compile_tower(tower)
+    inputs = family.inputs(tower, 2)
+    before = assert_same(compiled, tower, inputs)[0]
+    weight = next(p for n, p in tower.named_parameters() if n.endswith("fc1.weight"))
+    with torch.no_grad():
+        weight.mul_(2)
+    after = assert_same(compiled, tower, inputs)[0]
+    assert not torch.equal(before, after)
+    assert vitcg_backend.stats(tower).captures == 1
+    weight.data = weight.data.clone()
+    assert_same(compiled, tower, inputs)
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits, seen.captures) == (1, 3, 2)
+
+
+def test_two_image_sizes() -> None:
+    """Each size is a graph with buckets of its own; going back and forth traces nothing again."""
+    family, tower = make("dinov2")
+    compiled = compile_tower(tower)
+    for step, (batch, size) in enumerate([(1, (32, 32)), (3, (16, 24)), (2, (32, 32)), (1, (16, 24)), (3, (32, 32))]):
+        assert_same(compiled, tower, family.inputs(tower, batch, seed=step, size=size))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.calls, seen.hits) == (2, 5, 5), seen.fallbacks
+
+
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_many_image_sizes_are_bounded() -> None:
+    """The last graph that Dynamo makes takes every further size without buckets, with a reason; known sizes stay hits."""
+    family, tower = make("dinov3_vit")
+    compiled = compile_tower(tower)
+    sizes = [(32, 32), (16, 32), (24, 32), (16, 16), (24, 16), (32, 32)]
+    for step, size in enumerate(sizes):
+        assert_same(compiled, tower, family.inputs(tower, 2, seed=step, size=size))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.calls, seen.hits) == (3, 6, 3)
+    assert seen.fallbacks == {"image_sizes": 3}
+    assert "the last of the 3 graphs" in seen.refusals["image_sizes"]
+
+
+def test_results_that_share_memory_are_split_like_others() -> None:
+    """DINOv2's pooled result is a view of its hidden states; above the largest budget it still is, with the right rows."""
+    family, tower = make("dinov2")
+    compiled = compile_tower(tower, token_budgets=[2])
+    for batch in (5, 2, 3):
+        inputs = family.inputs(tower, batch, seed=batch)
+        assert_same(compiled, tower, inputs)
+        with torch.no_grad():
+            output, expected = compiled(**inputs), tower(**inputs)
+        shares = [o.last_hidden_state.untyped_storage()._cdata == o.pooler_output.untyped_storage()._cdata for o in (output, expected)]
+        assert shares[0] == shares[1]
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits, seen.calls) == (1, 6, 6), seen.fallbacks
+
+
+def test_no_image() -> None:
+    """An empty batch gives what eager gives, also between others."""
+    family, tower = make("siglip")
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, family.inputs(tower, 2))
+    empty = {"pixel_values": torch.randn(0, 3, 32, 32, device=DEVICE)}
+    with torch.no_grad():
+        try:
+            expected = tower(**empty)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=str(error)[:20].replace("[", r"\[")):
+                compiled(**empty)
+        else:
+            testing.assert_bitwise(compiled(**empty), expected)
+    assert_same(compiled, tower, family.inputs(tower, 3))
+
+
+def test_masks_are_padded_with_rows_of_the_call() -> None:
+    """Masks of different images, in another order each time, in one bucket: no image sees another's mask or an old one."""
+    family, tower = make("idefics3")
+    compiled = compile_tower(tower, token_budgets=[8])
+    for step, batch in enumerate((5, 2, 7, 1)):
+        inputs = family.inputs(tower, batch, seed=step)
+        inputs["patch_attention_mask"] = inputs["patch_attention_mask"][torch.randperm(batch)]
+        assert_same(compiled, tower, inputs)
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits, seen.captures) == (1, 4, 1)
+
+
+def test_a_mask_of_one_row_is_another_graph() -> None:
+    """A mask that eager broadcasts over the images is not taken for one of as many rows, whichever call comes first."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, pixels: Tensor, mask: Tensor) -> Tensor:
+            return pixels * self.scale + mask.shape[0] * mask[:, :, None, None]
+
+    tower = Masked().to(DEVICE)
+    for first, second in (((1, 1), (3, 1)), ((3, 3), (3, 1)), ((3, 1), (3, 3))):
+        torch._dynamo.reset()
+        compiled = compile_tower(tower)
+        for images, rows in (first, second, first, second):
+            pixels, mask = torch.randn(images, 4, 8, 8, device=DEVICE), torch.ones(rows, 4, dtype=torch.int64, device=DEVICE)
+            with torch.no_grad():
+                testing.assert_bitwise(compiled(pixels, mask), tower(pixels, mask))
+
+
+def test_checks_of_values_raise_as_in_eager() -> None:
+    """SigLIP2 checks the sizes that come with its patches: eager's error, in a call that would be a replay, and no harm after."""
+    family, tower = make("siglip2")
+    compiled = compile_tower(tower)
+    good = family.inputs(tower, 2)
+    assert_same(compiled, tower, good)
+    if vitcg_backend.stats(tower).hits == 0:
+        pytest.skip("an older SigLIP2 loops over its sizes")
+    bad = {**good, "spatial_shapes": torch.tensor([[8, 8], [0, 8]])}
+    for call in (tower, compiled):
+        with torch.no_grad(), pytest.raises(ValueError, match="must have a positive size"):
+            call(**bad)
+    assert_same(compiled, tower, good)
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits) == (1, 2)
+
+
+# --- what cannot be padded along the batch ---------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Something between images, given as a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.conv = nn.Conv2d(3, 8, 4, 4)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.function(self.conv(pixels).flatten(2).transpose(1, 2))
+
+
+REFUSED = {
+    "mean over the batch": (lambda h: h - h.mean(0), "unproved"),
+    "batch norm": (lambda h: nn.functional.batch_norm(h.transpose(1, 2), None, None, training=True), "unproved"),
+    "attention across images": (
+        lambda h: nn.functional.scaled_dot_product_attention(*[h.transpose(0, 1).contiguous()] * 3).transpose(0, 1),
+        "unproved",
+    ),
+    "branch on the batch": (lambda h: h.sum(1) if h.shape[0] > 2 else h.mean(1), "graph_break"),
+    "squeezed batch": (lambda h: h.mean((1, 2), keepdim=True).squeeze(), "batch_of_one"),
+    "squeezed axis 0": (lambda h: h.squeeze(0) * 2, "batch_of_one"),
+    "scaled by the batch": (lambda h: h / h.shape[0], "unproved"),
+    "first image": (lambda h: h - h[:1], "unproved"),
+    "images rolled": (lambda h: h.roll(1, 0), "unproved"),
+    "images side by side": (lambda h: h.transpose(0, 1).reshape(h.shape), "unproved"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """What mixes images, or is another graph for a batch of one, is right and has its reason."""
+    function, reason = REFUSED[name]
+    torch.manual_seed(0)
+    tower = Layers(function).eval().to(DEVICE)
+    compiled = compile_tower(tower)
+    for batch in (1, 3, 2, 4, 1):
+        pixels = torch.randn(batch, 3, 8, 8, device=DEVICE)
+        with torch.no_grad():
+            testing.assert_bitwise(compiled(pixels), tower(pixels))
+    seen = vitcg_backend.stats(tower)
+    assert seen.hits == 0
+    assert reason in seen.fallbacks, (seen.fallbacks, seen.refusals)
+    assert seen.refusals[reason]
+
+
+def test_training_has_gradients() -> None:
+    """With gradients wanted the batch is left alone: the ordinary path, eager's gradients."""
+    family, tower = make("clip")
+    compiled = compile_tower(tower)
+    for batch in (2, 1):
+        inputs = {k: v.to(DEVICE) for k, v in family.inputs(tower, batch).items()}
+        grads = []
+        for call in (tower, compiled):
+            tower.zero_grad()
+            call(**inputs).pooler_output.sum().backward()
+            grads.append([p.grad.clone() for p in tower.parameters() if p.grad is not None])
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(*grads, strict=True))
+    assert set(vitcg_backend.stats(tower).fallbacks) == {"gradients"}
+
+
+@pytest.mark.parametrize("how", [{"fullgraph": True}, {"dynamic": True}, {"dynamic": False}], ids=str)
+def test_ways_of_compiling(how: dict[str, Any]) -> None:
+    """One graph and hits whatever ``fullgraph`` and ``dynamic`` say."""
+    family, tower = make("siglip")
+    compiled = compile_tower(tower, **how)
+    for batch in (1, 3, 2):
+        assert_same(compiled, tower, family.inputs(tower, batch))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits) == (1, 3), (seen.fallbacks, seen.refusals)
+
+
+def test_caller_tensors_are_left_alone() -> None:
+    """No mark stays on the inputs: another backend given them next sees plain tensors."""
+    family, tower = make("siglip")
+    inputs = family.inputs(tower, 2)
+    assert_same(compile_tower(tower), tower, inputs)
+    assert not [name for name in inputs["pixel_values"].__dict__ if "dynamo" in name or "vitcg" in name]
+
+
+def test_inductor() -> None:
+    """Compiled pieces: one graph for a single image and for several."""
+    family, tower = make("siglip")
+    compiled = compile_tower(tower, inner="inductor")
+    for batch in (1, 3):
+        assert_same(compiled, tower, family.inputs(tower, batch))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits) == (1, 2), (seen.fallbacks, seen.refusals)
