@@ -273,8 +273,8 @@ def _make_check(original: types.FunctionType) -> Callable[..., Any]:
     copy = untouched(original)
 
     def lowered(cond: Any, msg: Any, error_type: Any = ValueError) -> None:
-        plain = isinstance(cond, Tensor) and isinstance(msg, str) and error_type is ValueError
-        if plain and _active() and _mark_batch():
+        # The text comes last: one that is made of values cannot be traced, and elsewhere nobody looks at it.
+        if _active() and isinstance(cond, Tensor) and _mark_batch() and error_type is ValueError and isinstance(msg, str):
             torch.ops.vitcg.check(cond, msg)
         else:
             copy(cond, msg, error_type)

@@ -47,7 +47,8 @@ class Parts:
         """
         body, bound = self.body, self.body.bound
         if tokens_of_image(body):
-            return body.tail is None and all(_is_by_rows(body, value) for value in _slots(body))
+            views = all(_offset_in(body, *pair) is not None for pair in body.program.views.items())
+            return body.tail is None and views and all(_is_by_rows(body, value) for value in _slots(body))
         if body.tail is not None or body.hoisted.reads_state or bound.pixels_per_row != 1 or bound.grid is None:
             return False
         roles = {node.meta["role"] for node in bound.placeholders}
@@ -119,6 +120,15 @@ def _tokens_a_row(value: Any, symbols: Any) -> int:
 def _slots(body: CompiledBody) -> list[Any]:
     """The results that the body computes."""
     return [v for (kind, _), v in zip(body.program.outputs, body.program.output_values, strict=True) if kind == "slot"]
+
+
+def _offset_in(body: CompiledBody, view: int, owner: int) -> int | None:
+    """Elements from the begin of a result to that of another which is a view of it; None where that changes with n."""
+    offsets = [body.bound.symbols.linear(body.program.output_values[i].storage_offset()) for i in (view, owner)]
+    if None in offsets:
+        return None
+    (factor, rest), (own_factor, own_rest) = offsets  # type: ignore[misc]  # None is no element, says the line above
+    return rest - own_rest if factor == own_factor and rest >= own_rest else None
 
 
 def _check_segments(layouts: LayoutCache, whole: dict[int, list[int]], own: Sequence[Tensor], part: Part) -> None:
@@ -204,7 +214,9 @@ class Joined:
             if self.results[index] is None:
                 self.results[index] = self._empty(fake, result)
                 for view in (i for i, owner in self._views.items() if owner == index):
-                    self.results[view] = self._view(self.body.program.output_values[view], self.results[index])
+                    shape, stride = self._laid_out(self.body.program.output_values[view])
+                    offset = _offset_in(self.body, view, index)
+                    self.results[view] = self.results[index].as_strided(shape, stride, offset)
             each = symbols.linear(fake.shape[axes[0]])[0]  # type: ignore[index]  # `Parts` has seen that it is linear
             place = 0
             for start, count in part.ranges:
@@ -218,11 +230,6 @@ class Joined:
     def _empty(self, fake: Any, like: Tensor) -> Tensor:
         """An uninitialised result of the whole call, with eager's strides."""
         return torch.empty_strided(*self._laid_out(fake), dtype=like.dtype, device=like.device)
-
-    def _view(self, fake: Any, owner: Tensor) -> Tensor:
-        """A result that is a view of another one."""
-        offset = self._number(fake.storage_offset())
-        return owner.as_strided(*self._laid_out(fake), offset)
 
     def _laid_out(self, fake: Any) -> tuple[list[int], list[int]]:
         """Sizes and strides of a result of the whole call."""
