@@ -243,7 +243,7 @@ def make_llama4() -> nn.Module:
 
 
 def _with_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
-    """Llama4ForConditionalGeneration.forward of transformers 5.24 reads this field of the text model's output, which has none."""
+    """Llama4ForConditionalGeneration.forward of transformers 5.24 reads a field that its text model does not return."""
     if not hasattr(output, "image_outputs"):
         output.image_outputs = None
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch._inductor.config
 from torch import Tensor, fx
-from torch._dynamo import exc
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import (
@@ -196,8 +196,8 @@ def graph_break(trace: Any) -> str | None:
     reason = trace.output.compile_subgraph_reason
     if reason is None or not reason.graph_break:
         return None
-    line = f" at {reason.user_stack[-1].line}" if reason.user_stack else ""
-    return f"{str(reason.reason).splitlines()[0]}{line}"
+    line = f"`{reason.user_stack[-1].line}`" if reason.user_stack else "a line"
+    return f"Dynamo breaks the tower at {line}: {str(reason.reason).splitlines()[0]}"
 
 
 def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:

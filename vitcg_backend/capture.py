@@ -295,7 +295,11 @@ class Capture:
     def _is_pooled(self, result: Any, args: Sequence[Any]) -> bool:
         if not isinstance(result, Tensor):
             return False
-        inputs = {t.untyped_storage().data_ptr() for t in (*args, *self.tensors, *self.batch.tensors, self.pixels) if isinstance(t, Tensor)}
+        inputs = {
+            t.untyped_storage().data_ptr()
+            for t in (*args, *self.tensors, *self.batch.tensors, self.pixels)
+            if isinstance(t, Tensor)
+        }
         return result.untyped_storage().data_ptr() not in inputs
 
     def replay(self, args: Sequence[Any]) -> None:

@@ -26,11 +26,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
-from .batching import is_batched, mark_batch
+from .image_lowering import has_batch, make_check
 from .marking import is_refused, refuse
 from .metadata_lowering import GRID_NAMES, grid_parameter, is_metadata, make_metadata, untouched
 
@@ -66,7 +65,7 @@ def install() -> bool:
             _substitute(getattr(utilities, "get_max_seqlen", None), _make_max_seqlen)
             _substitute(getattr(utilities, "is_flash_attention_requested", None), _make_flash_requested)
         imports = sys.modules.get("transformers.utils.import_utils")
-        _substitute(getattr(imports, "torch_compilable_check", None), _make_check)
+        _substitute(getattr(imports, "torch_compilable_check", None), functools.partial(make_check, active=_active))
         for function in _attention_functions().values():
             _substitute(function, _make_attention)
         _scanned = len(sys.modules)
@@ -224,14 +223,6 @@ def _in_packed_branch() -> bool:
 
 
 @torch._dynamo.assume_constant_result
-def _mark_batch() -> bool:
-    """Whether this trace has a batch of images. With gradients only the backend can say whether they are wanted."""
-    if not torch.is_grad_enabled():
-        mark_batch()
-    return is_batched()
-
-
-@torch._dynamo.assume_constant_result
 def _attends_here_constant(implementation: str | None) -> bool:
     return _attends_here(implementation)
 
@@ -269,26 +260,13 @@ def _make_flash_requested(original: types.FunctionType) -> Callable[..., Any]:
     return lowered
 
 
-def _make_check(original: types.FunctionType) -> Callable[..., Any]:
-    copy = untouched(original)
-
-    def lowered(cond: Any, msg: Any, error_type: Any = ValueError) -> None:
-        # The text comes last: one that is made of values cannot be traced, and elsewhere nobody looks at it.
-        if _active() and isinstance(cond, Tensor) and _mark_batch() and error_type is ValueError and isinstance(msg, str):
-            torch.ops.vitcg.check(cond, msg)
-        else:
-            copy(cond, msg, error_type)
-
-    return lowered
-
-
 def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
     copy = untouched(original)
     has_own_packed_branch = "flash" in original.__name__
 
     def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is None and _active() and _mark_batch():
+        if cu_seqlens is None and _active() and has_batch():
             torch._check(query.shape[0] >= 1)
         if cu_seqlens is None or not _active():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)

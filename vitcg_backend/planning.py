@@ -161,10 +161,10 @@ class Planner:
         """Never cut this layout again: its items are not independent. None = no call of this tower."""
         if layout is None:
             self.cuttable = False
-            return self._forget()
-        if len(self._whole) >= _MAX_PLANS:
-            self._whole.clear()
-        self._whole.add(layout)
+        else:
+            if len(self._whole) >= _MAX_PLANS:
+                self._whole.clear()
+            self._whole.add(layout)
         self._forget()
 
     def _count(self, layout: Layout) -> None:

@@ -135,8 +135,7 @@ class CompiledTower:
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
-        if self.body.checks is not None:
-            self.body.checks(args)
+        self.body.check(args)
         rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
         if rest:
             return _Ask.refused(None, rows, "invalid_grid")

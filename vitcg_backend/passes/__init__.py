@@ -1,7 +1,7 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`, `split_at_attention`. On each unique
-piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
+On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `cut_tail`,
+`split_at_attention`. On each unique piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
 from __future__ import annotations
@@ -104,6 +104,11 @@ class CompiledBody:
     def may_be_padded(self, n: int) -> bool:
         """Whether a call of `n` tokens takes the branches that the pieces were traced along, as its bucket does."""
         return _all_true(self.decisions, n, self._padded)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Make the tower's own checks of a call's values; raises what they raise in eager."""
+        if self.checks is not None:
+            self.checks(args)
 
     def assumptions(self) -> str:
         """What the compiled pieces assume about n, in words."""

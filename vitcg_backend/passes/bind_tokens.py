@@ -319,8 +319,8 @@ def _same_size(value: Any, size: torch.SymInt) -> bool:
 
 def _has_rows(value: Tensor, size: torch.SymInt) -> bool:
     """Whether the first axis of an input, and no other, is as long as the batch."""
-    symbolic = [axis for axis, length in enumerate(value.shape) if isinstance(length, torch.SymInt)]
-    return symbolic == [0] and bool(_expression(value.shape[0]) == _expression(size))
+    symbolic: dict[int, Any] = {axis: length for axis, length in enumerate(value.shape) if isinstance(length, torch.SymInt)}
+    return list(symbolic) == [0] and bool(_expression(symbolic[0]) == _expression(size))
 
 
 def _unit(gm: fx.GraphModule, metadata: list[fx.Node], size: torch.SymInt) -> int:

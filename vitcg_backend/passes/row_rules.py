@@ -458,7 +458,10 @@ def _batched_matmul(rows: Rows, first: Any, second: Any) -> str:
     raise Refusal("contracts or mixes the token axis")
 
 
-@rule(*_overloads("var_mean.correction", "var.correction", "mean.dim", "sum.dim_IntList", "amax", "amin", "prod.dim_int"))
+_REDUCE = ("var_mean.correction", "var.correction", "mean.dim", "sum.dim_IntList", "amax", "amin", "prod.dim_int")
+
+
+@rule(*_overloads(*_REDUCE, "any.dim", "any.dims", "all.dim", "all.dims", "argmax", "argmin"))
 def _reduce(rows: Rows) -> str:
     dims = rows.argument(1, "dim")
     if dims is None or dims == [] or rows.axis in rows.dims(dims):

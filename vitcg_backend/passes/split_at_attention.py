@@ -7,9 +7,10 @@ be called with static bounds instead of through an opaque operator.
 Preconditions: `hoist_metadata`; attention appears as `vitcg.varlen_attention`.
 
 Cases: 1. the level of a node is the number of attention calls on its longest path from the inputs; a piece is all body nodes of
-one level. Dense attention (image by image, in a tower without segments) is the first operation of its piece. 2. A size is re-emitted as ``c * n``, so that the only size a piece takes is `n`, its first input. 3. Free nodes are
-sunk into each piece that uses them. 4. Two pieces with equal operations, constants and input shapes are one (`pieces`), called
-with different tensors.
+one level. Dense attention (image by image, in a tower without segments) is the first operation of its piece. 2. A size is
+re-emitted as ``c * n``, so that the only size a piece takes is `n`, its first input. 3. Free nodes are sunk into each piece
+that uses them. 4. Two pieces with equal operations, constants and input shapes are one (`pieces`), called with different
+tensors.
 
 Before::
 

@@ -99,11 +99,11 @@ class ImageFamily:
             seed: of the weights.
             **sizes: fields of its configuration that are to be different.
         """
-        config_class: Any = self.tower_class.config_class
-        config = config_class(**{**_SIZES, **self.sizes, **sizes})
+        tower_class: Any = self.tower_class
+        config = tower_class.config_class(**{**_SIZES, **self.sizes, **sizes})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tower: nn.Module = self.tower_class._from_config(config, dtype=dtype, attn_implementation="sdpa")  # type: ignore[attr-defined]
+            tower: nn.Module = tower_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
         randomise(tower, torch.Generator().manual_seed(seed))
         return tower.eval()
 
