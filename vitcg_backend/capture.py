@@ -326,13 +326,23 @@ class Capture:
         """Copies of the real rows, which belong to the caller."""
         views = self.real_rows(rows)
         of = self._views_of
-        results = [torch.empty_like(v) if isinstance(v, Tensor) and i not in of else v for i, v in enumerate(views)]
+        results = [
+            _blank(v, o.axis) if isinstance(v, Tensor) and i not in of else v
+            for i, (v, o) in enumerate(zip(views, self._outputs, strict=True))
+        ]
         pairs = [(r, v) for i, (r, v) in enumerate(zip(results, views, strict=True)) if isinstance(v, Tensor) and i not in of]
         if pairs:
             torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
         for index, owner in of.items():
             results[index] = _same_view(views[index], views[owner], results[owner])
         return results
+
+
+def _blank(view: Tensor, axis: int | None) -> Tensor:
+    """Memory for a copy of a result: laid out as eager's, with gaps between rows where that has them."""
+    if axis == 0 and not view.is_contiguous() and 0 not in view.stride():
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+    return torch.empty_like(view)
 
 
 def _same_view(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:

@@ -562,6 +562,8 @@ def _index(rows: Rows) -> str:
     )
 )
 def _sdpa(rows: Rows) -> str:
-    if any(axis != 0 or count != rows.rows for _, axis, count in rows.inputs) or len(rows.inputs) < 3:
+    factors = [rows.of(factor) for factor in rows.node.args[:3]]  # of a layer that attends to itself all three may be one
+    ranks = {source.meta["val"].dim() for source, _, _ in rows.inputs}  # a mask of fewer axes has its first one elsewhere
+    if any(axis != 0 or count != rows.rows for _, axis, count in rows.inputs) or None in factors or len(ranks) != 1:
         raise Refusal("attends over the token axis outside of segments")
     return "tokens in the batch"
