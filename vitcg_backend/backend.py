@@ -71,7 +71,7 @@ def vitcg(
     quiet = outer_no_grad(gm)
     if quiet is gm and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _ordinary(gm, example_inputs, parsed, counters, "gradients", "gradients are wanted")
-    batching.mark_batch()
+    batching.mark_batch(traced=True)
     batching.watch_batch(gm)
     refused = batching.batch_refusal()
     if refused is not None:

@@ -31,8 +31,11 @@ log = _torch.log
 _sizes: weakref.WeakKeyDictionary[CodeType, set[Any]] = weakref.WeakKeyDictionary()  # a function's sizes that have buckets
 
 
-def mark_batch() -> None:
+def mark_batch(*, traced: bool) -> None:
     """Mark the batch of the pixels of the running trace, and of what else has a row an image; see the notes above.
+
+    Args:
+        traced: the trace is through, so that no metadata function will come any more.
 
     Raises:
         BackendRestart: something was marked that the running trace has seen unmarked.
@@ -41,10 +44,10 @@ def mark_batch() -> None:
     steps = trace.speculation_log
     if is_batched():
         _step_back_on_failure(trace)
-    if is_refused(trace) or is_batched() or batch_refusal() is not None:
+    if is_refused(trace) or hasattr(steps, "_vitcg_rows") or is_batched() or batch_refusal() is not None:
         return
     tensors = inputs_of(trace)
-    pixels = _pixels(tensors)
+    pixels = _pixels(tensors, traced)
     if pixels is None or _torch.is_resumed(trace) or any(map(_torch.is_marked, tensors)):
         return
     rows = [pixels, *(t for t in tensors if t is not pixels and len(t) == len(pixels))]
@@ -75,7 +78,7 @@ def watch_batch(gm: fx.GraphModule) -> None:
     trace = _torch.current_trace()
     refused = batch_refusal()
     if refused is not None and refused[0] == "image_sizes":
-        _torch.guard_on_other_sizes(trace, _pixels(inputs_of(trace)), _sizes.get(_torch.traced_code(trace), set()))
+        _torch.guard_on_other_sizes(trace, _pixels(inputs_of(trace), True), _sizes.get(_torch.traced_code(trace), set()))
     if not is_batched():
         return
     broken = _torch.graph_break(trace)
@@ -124,15 +127,18 @@ def batch_refusal() -> tuple[str, str] | None:
     return None if trace is None else getattr(trace.speculation_log, "_vitcg_batch_refused", None)
 
 
-def _pixels(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The images of a frame: its first input of floating-point numbers, if it has four axes or comes with a mask."""
+def _pixels(tensors: Sequence[Tensor], traced: bool) -> Tensor | None:
+    """The images of a frame: its first input of floating-point numbers, if it has four axes or comes with a mask.
+
+    Something like a grid beside them may still be one, until the trace is through without a metadata function.
+    """
     pixels = next((t for t in tensors if t.is_floating_point() and t.dim() > 2), None)
     if pixels is None or len(pixels) == 0:
         return None
     others = [t for t in tensors if not t.is_floating_point()]
     if pixels.dim() == 3:
-        return pixels if any(t.dim() == 2 and len(t) == len(pixels) for t in others) else None
-    return None if any(is_grid(t) and len(t) != len(pixels) for t in others) else pixels
+        return pixels if any(t.shape == pixels.shape[:2] for t in others) else None
+    return None if any(is_grid(t) and (not traced or len(t) != len(pixels)) for t in others) else pixels
 
 
 def _step_back_on_failure(trace: Any) -> None:

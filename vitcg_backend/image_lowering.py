@@ -27,7 +27,7 @@ def has_batch() -> bool:
     With gradients on only the backend can tell whether they are wanted, and marks or does not.
     """
     if not torch.is_grad_enabled():
-        mark_batch()
+        mark_batch(traced=False)
     return is_batched()
 
 

@@ -55,7 +55,10 @@ def mark_inputs() -> None:
     if any(is_grid(t) and t.shape[0] == 0 for t in tensors):
         refuse("a grid without a row: the tower's own functions answer it")
     grid = next((t for t in tensors if is_grid(t)), None)
-    if grid is None or _torch.is_marked(grid):
+    if grid is None:
+        return
+    trace.speculation_log._vitcg_rows = True  # a tower with a grid: `batching.py` keeps off
+    if _torch.is_marked(grid):
         return
     with _torch.real_tensors():
         total = int(grid.prod(1).sum())
