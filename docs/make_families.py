@@ -11,14 +11,15 @@ import sys
 
 from vitcg_backend.family_record import RECORD, dump, families, table
 from vitcg_backend.testing.families import discover, measure
+from vitcg_backend.testing.image_families import image_families
 
 ROOT = pathlib.Path(__file__).parents[1]
 HEAD = """# Vision towers of transformers
 
 Written by `docs/make_families.py`, kept current by `tests/test_families.py`: every family whose modelling file takes its
-metadata from `transformers.vision_utils`, or that nests such a tower, found in the installed transformers. A tiny tower of each
-ran over a shuffled sequence of layouts (one item, several, videos where the tower takes them, repeats) and equalled eager in
-every output.
+metadata from `transformers.vision_utils`, or that nests such a tower, found in the installed transformers; after them towers
+that take one image a row and no grid, which are listed by hand. A tiny tower of each ran over a shuffled sequence of layouts
+(one item, several, videos where the tower takes them, repeats; or of numbers of images) and equalled eager in every output.
 
 - **graphed**: one graph, and a bucket served every call;
 - **in parts**: Dynamo breaks the tower into several graphs; some of them, or some calls, are served by buckets;
@@ -32,7 +33,7 @@ def main() -> int:
     chosen = sys.argv[1:]
     known = {status.family: status for status in families()} if chosen else {}
     statuses = []
-    for family in discover():
+    for family in (*discover(), *image_families()):
         kept = known.get(family.name)
         statuses.append(measure(family) if kept is None or family.name in chosen else kept)
         sys.stderr.write(f"{family.name}: {statuses[-1].status} {statuses[-1].reason[:80]}\n")

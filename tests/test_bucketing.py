@@ -351,3 +351,9 @@ def test_workloads_are_data():
     assert set(workloads) == {"towers", "processor", "calls", "streams"}
     assert set(workloads["towers"]) == {"qwen3_vl", "qwen2_5_vl", "qwen2_vl", "llama4"}
     assert num_tokens(workloads["calls"]["8mix"], 2) == 4112
+
+
+def test_ladder_of_images_has_every_small_number() -> None:
+    """With a smallest step of one row: each number up to 16, then steps of an eighth, and less than 1/9 of padding."""
+    budgets = Ladder.automatic(40, 1, smallest_step=1).budgets
+    assert budgets == (*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 32, 36, 40)

@@ -1,4 +1,4 @@
-"""Every vision tower of the installed transformers that takes metadata from `vision_utils`: right, and as the record says."""
+"""Vision towers of transformers, those with metadata from `vision_utils` and those of images: right, and as the record says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import vitcg_backend
 from vitcg_backend.cli import main
 from vitcg_backend.family_record import dump, families, table
 from vitcg_backend.testing.families import Family, discover, measure
+from vitcg_backend.testing.image_families import ImageFamily, image_families
 
-FAMILIES = discover()
+FAMILIES = (*discover(), *image_families())
 RECORD = {status.family: status for status in families()}
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "families.md"
 SAME_VERSION = {status.transformers for status in RECORD.values()} == {transformers.__version__}
@@ -31,7 +32,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_right_and_as_recorded(family: Family) -> None:
+def test_right_and_as_recorded(family: Family | ImageFamily) -> None:
     """A shuffled sequence of layouts equals eager, and the status is that of the record (`docs/make_families.py` writes it)."""
     seen = measure(family)
     if SAME_VERSION:
@@ -44,10 +45,10 @@ def test_right_and_as_recorded(family: Family) -> None:
 
 @pytest.mark.skipif(not SAME_VERSION, reason="another transformers than the record's has other families")
 def test_record_is_complete() -> None:
-    """The record has every family that is discovered, no other, and 30 of them are graphed."""
+    """The record has every family that is discovered, no other, and 40 of them are graphed."""
     assert vitcg_backend.families() == families()
     assert list(RECORD) == [family.name for family in FAMILIES]
-    assert sum(status.status == "graphed" for status in RECORD.values()) >= 30
+    assert sum(status.status == "graphed" for status in RECORD.values()) >= 40
     assert all(status.reason for status in RECORD.values() if status.status != "graphed")
 
 

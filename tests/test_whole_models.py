@@ -207,3 +207,116 @@ def test_model_is_unharmed(name: str, tmp_path) -> None:
     loaded.model.visual.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
     assert generate(loaded, inputs) == expected
     assert generate(model, inputs) == expected
+
+
+# --- Llama-4: tiles of one size, one a row ----------------------------------------------------------------------------
+
+TILE_TOKENS = 16  # of a tile of 32 x 32 pixels: patches of 4 x 4, of which a shuffle makes one out of four
+
+
+def make_llama4() -> nn.Module:
+    """A tiny Llama-4 with seeded random weights, in eval mode."""
+    transformers = pytest.importorskip("transformers")
+    text = {**TEXT, "intermediate_size_mlp": 64, "head_dim": 8, "num_local_experts": 2, "interleave_moe_layer_step": 2}
+    vision = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "image_size": 32,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    config = transformers.Llama4Config(
+        vision_config=vision, text_config=text, boi_token_index=START, eoi_token_index=END, image_token_index=IMAGE
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.Llama4ForConditionalGeneration._from_config(config)
+    model.language_model.register_forward_hook(_with_image_outputs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return model.eval()
+
+
+def _with_image_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    """Llama4ForConditionalGeneration.forward of transformers 5.24 reads a field that its text model does not return."""
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
+
+
+def tiles_of(pixels: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    """A prompt with these tiles ``[tiles, 3, 32, 32]``, each between its marks."""
+    words = random.Random(seed)
+    ids = [1, words.randrange(2, 80)]
+    for _ in range(len(pixels)):
+        ids.extend([START, *[IMAGE] * TILE_TOKENS, END, words.randrange(2, 80)])
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+    return {**inputs, "pixel_values": pixels} if len(pixels) else inputs
+
+
+def photographs(side: int) -> Tensor:
+    """scikit-image's photographs as tiles ``[photographs, 3, side, side]``, values from -1 to 1."""
+    numpy, photos = pytest.importorskip("numpy"), pytest.importorskip("vitcg_backend.cli.photos")
+    pictures = photos.load_photographs(photos.bundled_photographs()).values()
+    tiles = [torch.from_numpy(numpy.asarray(p.resize((side, side)), dtype="float32")).permute(2, 0, 1) for p in pictures]
+    return torch.stack(tiles) / 127.5 - 1
+
+
+@pytest.mark.parametrize("how", ["method", "assignment"])
+def test_llama4_generate_gives_eagers_tokens(how: str) -> None:
+    """Photographs as tiles, one, several, and text alone: eager's token ids from one graph of the tower."""
+    pytest.importorskip("skimage")
+    model = make_llama4()
+    pictures = photographs(32)
+    prompts = [tiles_of(pictures[:1]), tiles_of(pictures[1:4], 1), tiles_of(pictures, 2)]
+    text = tiles_of(pictures[:0], 3)
+    expected = [generate(model, p) for p in (*prompts, text)]
+    options = {"inner": "eager", "min_tokens": 1}
+    if how == "method":
+        model.vision_model.compile(backend="vitcg", options=options)
+    else:
+        model.vision_model = torch.compile(model.vision_model, backend="vitcg", options=options)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        assert [generate(model, prompts[i]) for i in order] == [expected[i] for i in order]
+    seen = vitcg_backend.stats(model.vision_model)
+    assert (seen.graphs, seen.calls, seen.hits) == (1, 6, 6), (seen.fallbacks, seen.refusals)
+    assert generate(model, text) == expected[-1]
+    assert vitcg_backend.stats(model.vision_model).calls == 6
+
+
+def test_llama4_fifty_prompts_compile_once() -> None:
+    """Continuous use: any number of tiles needs no compile after the first."""
+    model = make_llama4()
+    model.vision_model.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    chance, noise = random.Random(0), torch.Generator().manual_seed(0)
+    for step in range(50):
+        with torch.no_grad():
+            model(**tiles_of(torch.randn(chance.randint(1, 7), 3, 32, 32, generator=noise), step))
+    seen = vitcg_backend.stats(model.vision_model)
+    assert (seen.graphs, seen.hits, seen.calls) == (1, 50, 50)
+    assert seen.captures <= 7
+
+
+def test_photographs_and_a_clip_give_eagers_tokens() -> None:
+    """Real photographs and a clip of one, through transformers' own processor, in one prompt."""
+    pytest.importorskip("skimage")
+    photos = pytest.importorskip("vitcg_backend.cli.photos")
+    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    pictures = list(photos.load_photographs(photos.bundled_photographs()).values())[:3]
+    processor = processing.Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    batch = processor(images=pictures, return_tensors="pt")
+    grids = batch["image_grid_thw"].tolist()
+    frames = processor(images=photos.make_clip(pictures[0], 4), return_tensors="pt")
+    _, height, width = frames["image_grid_thw"][0].tolist()
+    model = make_model("qwen2_vl")
+    inputs = prompt([(h, w) for _, h, w in grids], [(4, height, width)])
+    inputs["pixel_values"], inputs["pixel_values_videos"] = batch["pixel_values"], frames["pixel_values"]
+    expected = generate(model, inputs)
+    compile_in_place(model, "method")
+    assert generate(model, inputs) == expected
+    seen = vitcg_backend.stats(model.model.visual)
+    assert (seen.graphs, seen.hits, seen.calls) == (1, 2, 2), (seen.fallbacks, seen.refusals)

@@ -14,12 +14,14 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 import torch._inductor.config
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -34,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 __all__ = [
+    "BackendRestart",
     "FakeTensorMode",
     "RandomWatch",
     "ShapeEnv",
@@ -48,15 +51,21 @@ __all__ = [
     "current_trace",
     "divisions",
     "eager_rejects",
+    "enable_python_dispatcher",
     "end_failed_capture",
     "fresh_size",
+    "graph_break",
     "graphs_left",
+    "guard_on_equal_rows",
     "guard_on_hooks",
+    "guard_on_other_sizes",
     "has_values",
     "in_forward_ad",
     "is_data_dependent",
     "is_marked",
+    "is_resumed",
     "is_traceable_wrapper_subclass",
+    "mark_batch",
     "mark_rows",
     "new_size",
     "numeric_state",
@@ -66,8 +75,10 @@ __all__ = [
     "raw_stream",
     "real_tensors",
     "release_workspaces",
+    "size_key",
     "start_compile_workers",
     "trace_artifact",
+    "traced_code",
     "unowned",
     "user_line",
 ]
@@ -86,8 +97,11 @@ class RandomWatch(TorchDispatchMode):
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the tags of an operator and run it."""
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        """Look at the tags of an operator and run it; attention that drops nothing draws nothing, whatever its tag says."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            self.random |= "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
         return func(*args, **(kwargs or {}))
 
 
@@ -110,6 +124,16 @@ class TraceRestart(exc.RestartAnalysis):
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, restart_reason=reason)
+
+
+class BackendRestart(exc.TensorifyScalarRestartAnalysis):
+    """The same, also from inside the backend: the one restart that its caller hands on as it is.
+
+    Source: `OutputGraph._call_user_compiler` (torch/_dynamo/output_graph.py) wraps every other exception.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(restart_reason=reason)
 
 
 def current_trace() -> Any:
@@ -198,6 +222,42 @@ def is_marked(tensor: Tensor) -> bool:
     return any(getattr(tensor, mark, None) for mark in _MARKS)
 
 
+def is_resumed(trace: Any) -> bool:
+    """Whether a trace is of what follows a graph break: its inputs are whatever was alive there.
+
+    Source: `TORCH_DYNAMO_RESUME_IN_PREFIX` (torch/_dynamo/resume_execution.py).
+    """
+    return traced_code(trace).co_name.startswith("torch_dynamo_resume_in")
+
+
+def graph_break(trace: Any) -> str | None:
+    """Inside the backend: why the graph is a part of its function, or None (`GraphCompileReason`, output_graph.py)."""
+    reason = trace.output.compile_subgraph_reason
+    if reason is None or not reason.graph_break:
+        return None
+    line = f"`{reason.user_stack[-1].line}`" if reason.user_stack else "a line"
+    return f"Dynamo breaks the tower at {line}: {str(reason.reason).splitlines()[0]}"
+
+
+def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:
+    """Make the first axis of a real input one unknown size in the next trace, the same for every tensor that is so marked.
+
+    The other axes of images (four axes and more) are constants. Without a hint 1 is not special; from torch 2.13 on the mark
+    says that the size is at least 1, before that an operation of the graph does (torch/_dynamo/decorators.py).
+
+    With `any_size` instead: every axis but that of the channels is dynamic, as far as the traced code lets it.
+    """
+    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
+    if any_size:
+        torch._dynamo.maybe_mark_dynamic(tensor, [axis for axis in range(tensor.dim()) if axis != 1 or tensor.dim() < 4])
+        return
+    mark: Any = torch._dynamo.decorators.mark_unbacked
+    bounds = {"min": 1} if "min" in inspect.signature(mark).parameters else {}
+    mark(tensor, 0, shape_id="vitcg_batch", **bounds)
+    if tensor.dim() > 3:
+        tensor._dynamo_static_indices = set(range(1, tensor.dim()))  # type: ignore[attr-defined]
+
+
 def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
     """Make `axis` symbolic in the next trace, and every other axis a constant (also under ``dynamic=True``).
 
@@ -270,6 +330,59 @@ def _module_of(source: Any, trace: Any) -> Any:
     return eval(name, {"L": root.f_locals, "G": root.f_globals})
 
 
+def guard_on_equal_rows(trace: Any, tensors: Sequence[Tensor]) -> None:
+    """Inside a compile: a call in which these inputs differ in their first axis makes Dynamo trace it again.
+
+    Dynamo guards on no size that is unbacked.
+    """
+    sources = _sources(trace, tensors)
+    names = [_source_name(source) for source in sources]
+    if len(names) > 1:
+        _add_guard(sources[0], [f"{name}.size()[0] == {names[0]}.size()[0]" for name in names[1:]])
+
+
+def guard_on_other_sizes(trace: Any, tensor: Tensor | None, known: Iterable[Any]) -> None:
+    """Inside a compile: a call in which this input has one of the known sizes (`size_key`) is for another graph."""
+    for source in _sources(trace, [tensor] if tensor is not None else []):
+        name = _source_name(source)
+        _add_guard(source, [f"(*{name}.size()[1:], str({name}.dtype)) not in {sorted(known, key=str)!r}"])
+
+
+def size_key(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells the graphs of one function apart: every size but the first, and the dtype."""
+    return (*tensor.shape[1:], str(tensor.dtype))
+
+
+def traced_code(trace: Any) -> CodeType:
+    """The code object that is compiled: Dynamo keeps its graphs there."""
+    code: CodeType = (getattr(trace.output, "root_tx", None) or trace).f_code
+    return code
+
+
+def _sources(trace: Any, tensors: Sequence[Tensor]) -> list[Any]:
+    """Where the traced frame has these inputs, for those that its graph reads (`GraphArg`, variables/builder.py)."""
+    wanted = {id(tensor) for tensor in tensors}
+    return [arg.source for arg in trace.output.graphargs if id(arg.example) in wanted]
+
+
+def _source_name(source: Any) -> str:
+    return source.name() if callable(source.name) else source.name  # a method until torch 2.11, an attribute since
+
+
+def _add_guard(source: Any, code: list[str]) -> None:
+    """Guard on Python expressions over the frame's locals ``L``.
+
+    `GuardBuilder.add_python_lambda_leaf_guard_to_root` (torch/_dynamo/guards.py) is what Dynamo installs guards on symbolic
+    shapes with.
+    """
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.add_python_lambda_leaf_guard_to_root(code, code)
+
+    guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
+    guards.add(source.make_guard(create), collect_debug_stack=False)
+
+
 def graphs_left() -> tuple[int, int]:
     """Inside a compile: how many more graphs Dynamo will make for the code that it traces, and its limit.
 
@@ -281,8 +394,7 @@ def graphs_left() -> tuple[int, int]:
     trace = current_trace()
     if trace is None:
         return limit, limit
-    root = getattr(trace.output, "root_tx", None) or trace
-    return limit - len(_debug_get_cache_entry_list(root.f_code)) - 1, limit
+    return limit - len(_debug_get_cache_entry_list(traced_code(trace))) - 1, limit
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import _torch, lowering
+from . import _torch, batching, lowering
 from .attention import KERNELS, VarlenKernel, choose
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
@@ -72,23 +72,32 @@ def vitcg(
     wanted = torch.is_grad_enabled() or (turns_gradients_on(gm) and not torch.is_inference_mode_enabled())
     if quiet is gm and wanted and any(t.requires_grad for t in tensors):
         return _ordinary(gm, example_inputs, parsed, counters, "gradients", "gradients are wanted")
+    batching.mark_batch(traced=True)
+    batching.watch_batch(gm)
+    refused = batching.batch_refusal()
+    if refused is not None:
+        return _ordinary(gm, example_inputs, parsed, counters, *refused)
     compiled = _cache.compiled
     plain = _copy(without_grad_modes(quiet))
     try:
         with torch.inference_mode(False):
             body = compile_body(plain, example_inputs, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
+        batching.refuse_batch(error.reason, error.detail)
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:
         raise
     except Exception as error:  # a fault of ours must not cost the caller more than speed
         log.warning("vitcg could not compile a graph and takes the ordinary path", exc_info=True)
+        batching.refuse_batch("internal_error", f"{type(error).__name__}: {error}")
         return _ordinary(gm, example_inputs, parsed, counters, "internal_error", f"{type(error).__name__}: {error}")
     counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
     if body.refusal is not None:
+        batching.refuse_batch(body.refusal.reason, body.refusal.detail)
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
+    batching.note_size()
     operators = _copy(gm)
     give_tokens(operators)
     tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, operators, example_inputs)
@@ -213,6 +222,7 @@ def reset() -> None:
     for part in list(_live):
         part.clear()
     _cache.pieces.clear()
+    batching.forget_sizes()
 
 
 vitcg.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() looks for it

@@ -80,7 +80,7 @@ class Ladder:
         object.__setattr__(self, "unit", unit)
 
     @classmethod
-    def automatic(cls, max_tokens: int, unit: int) -> Ladder:
+    def automatic(cls, max_tokens: int, unit: int, smallest_step: int = SMALLEST_STEP) -> Ladder:
         """Steps that grow with the size, up to and including `max_tokens`.
 
         A step is an eighth of the power of two at or below the budget it starts from, at least 8 tokens, and from 1024
@@ -97,14 +97,16 @@ class Ladder:
         Args:
             max_tokens: the largest budget, in output tokens, on the ladder whatever its steps.
             unit: patches per token.
+            smallest_step: the first budget and the smallest step. 1 where a row is a whole image: then every number of
+                images up to 16 is a budget.
 
         Raises:
             ValueError: `max_tokens` or `unit` is not a whole number of at least 1.
         """
         _check_size("max_tokens", max_tokens, "output tokens of the largest bucket")
-        budgets = [min(SMALLEST_STEP, max_tokens)]
+        budgets = [min(smallest_step, max_tokens)]
         while budgets[-1] < max_tokens:
-            budgets.append(min(budgets[-1] + _step(budgets[-1]), max_tokens))
+            budgets.append(min(budgets[-1] + _step(budgets[-1], smallest_step), max_tokens))
         return cls(budgets, unit)
 
     @classmethod
@@ -206,10 +208,10 @@ def capacity_tier(value: int) -> int:
     return max(SMALLEST_CAPACITY, 1 << max(value - 1, 0).bit_length())
 
 
-def _step(tokens: int) -> int:
+def _step(tokens: int, smallest: int) -> int:
     """From the budget `tokens` of the automatic ladder to the next."""
     octave = 1 << (tokens.bit_length() - 1)
-    return max(SMALLEST_STEP, octave // (STEPS_ABOVE if tokens >= FINE_FROM else STEPS_BELOW))
+    return max(smallest, octave // (STEPS_ABOVE if tokens >= FINE_FROM else STEPS_BELOW))
 
 
 def _frames(frames: int, tokens: int, merge: int) -> tuple[int, int, int]:

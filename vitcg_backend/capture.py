@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import _torch
 from .attention import SegmentBounds, VarlenKernel
+from .batch_inputs import BatchInputs
 from .bucketing import Bucket
 from .layouts import LayoutValues
 from .passes import CompiledBody
@@ -168,6 +169,7 @@ class Capture:
         shape = list(pixels.shape)
         shape[bound.pixel_axis] = self.bucket.patches * bound.pixels_per_row
         self.pixels = self._buffer("pixels", shape, _contiguous(shape), pixels.dtype)
+        self.batch = BatchInputs(bound, args, self.bucket.patches, self.arena)
         self.tensors: list[Tensor] = []
         self.copied: list[int] = []
         for index, (node, tensor) in enumerate(zip(self.body.hoisted.metadata, values.tensors, strict=True)):
@@ -204,7 +206,7 @@ class Capture:
     @property
     def static_bytes(self) -> int:
         """Bytes of the static inputs that this size uses (shared with other sizes) and of its outputs."""
-        tensors = [self.pixels, *self.segments.values(), *(self.tensors[i] for i in self.copied)]
+        tensors = [self.pixels, *self.batch.tensors, *self.segments.values(), *(self.tensors[i] for i in self.copied)]
         return sum(t.numel() * t.element_size() for t in tensors) + self._result_bytes()
 
     @property
@@ -224,6 +226,7 @@ class Capture:
             if len(self._pixel_views) < _MAX_VIEWS:
                 self._pixel_views[rows] = target
         target.copy_(args[bound.pixels], non_blocking=True)
+        self.batch.write(args, rows)
         if self.arena.owner == (self.serial, values.serial):
             return
         targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())
@@ -252,6 +255,7 @@ class Capture:
         """The body on the static inputs and a call's parameters, uncaptured."""
         static = list(args)
         static[self.body.bound.pixels] = self.pixels
+        self.batch.give(static)
         n = self.bucket.tokens
         with torch.no_grad():  # the graph of a function that is itself under `no_grad` is called in grad mode
             return run_body(self.body, self.kernel, static, n, self.tensors, self.segments, self.bounds)
@@ -292,7 +296,11 @@ class Capture:
     def _is_pooled(self, result: Any, args: Sequence[Any]) -> bool:
         if not isinstance(result, Tensor):
             return False
-        inputs = {t.untyped_storage().data_ptr() for t in (*args, *self.tensors, self.pixels) if isinstance(t, Tensor)}
+        inputs = {
+            t.untyped_storage().data_ptr()
+            for t in (*args, *self.tensors, *self.batch.tensors, self.pixels)
+            if isinstance(t, Tensor)
+        }
         return result.untyped_storage().data_ptr() not in inputs
 
     def replay(self, args: Sequence[Any]) -> None:
@@ -319,13 +327,23 @@ class Capture:
         """Copies of the real rows, which belong to the caller."""
         views = self.real_rows(rows)
         of = self._views_of
-        results = [torch.empty_like(v) if isinstance(v, Tensor) and i not in of else v for i, v in enumerate(views)]
+        results = [
+            _blank(v, o.axis) if isinstance(v, Tensor) and i not in of else v
+            for i, (v, o) in enumerate(zip(views, self._outputs, strict=True))
+        ]
         pairs = [(r, v) for i, (r, v) in enumerate(zip(results, views, strict=True)) if isinstance(v, Tensor) and i not in of]
         if pairs:
             torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
         for index, owner in of.items():
             results[index] = _same_view(views[index], views[owner], results[owner])
         return results
+
+
+def _blank(view: Tensor, axis: int | None) -> Tensor:
+    """Memory for a copy of a result: laid out as eager's, with gaps between rows where that has them."""
+    if axis == 0 and not view.is_contiguous() and 0 not in view.stride():
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+    return torch.empty_like(view)
 
 
 def _same_view(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:

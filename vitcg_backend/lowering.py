@@ -29,6 +29,7 @@ import torch
 
 from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
+from .image_lowering import has_batch, make_check
 from .marking import is_refused, refuse
 from .metadata_lowering import GRID_NAMES, grid_parameter, is_metadata, make_metadata, untouched
 
@@ -63,6 +64,8 @@ def install() -> bool:
         if utilities is not None:
             _substitute(getattr(utilities, "get_max_seqlen", None), _make_max_seqlen)
             _substitute(getattr(utilities, "is_flash_attention_requested", None), _make_flash_requested)
+        imports = sys.modules.get("transformers.utils.import_utils")
+        _substitute(getattr(imports, "torch_compilable_check", None), functools.partial(make_check, active=_active))
         for function in _attention_functions().values():
             _substitute(function, _make_attention)
         _scanned = len(sys.modules)
@@ -263,6 +266,8 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
 
     def lowered(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None and _active() and has_batch():
+            torch._check(query.shape[0] >= 1)
         if cu_seqlens is None or not _active():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         if not has_own_packed_branch and not _in_packed_branch():

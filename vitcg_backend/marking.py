@@ -23,7 +23,7 @@ from torch import Tensor
 from . import _torch
 from .options import Options
 
-__all__ = ["clear_marks", "is_refused", "mark_inputs", "refuse", "steps_taken"]
+__all__ = ["clear_marks", "inputs_of", "is_grid", "is_refused", "mark_inputs", "refuse", "steps_taken"]
 
 log = _torch.log
 
@@ -53,13 +53,16 @@ def mark_inputs() -> None:
     """
     trace = _torch.current_trace()
     _step_back_on_failure(trace)
-    tensors = _inputs(trace)
-    if any(_is_grid(t) and t.shape[0] == 0 for t in tensors):
+    tensors = inputs_of(trace)
+    if any(is_grid(t) and t.shape[0] == 0 for t in tensors):
         refuse("a grid without a row: the tower's own functions answer it")
     if not all(map(_torch.has_values, tensors)):
         refuse("the call is itself being traced, on tensors without values")
-    grid = next((t for t in tensors if _is_grid(t)), None)
-    if grid is None or _torch.is_marked(grid):
+    grid = next((t for t in tensors if is_grid(t)), None)
+    if grid is None:
+        return
+    trace.speculation_log._vitcg_rows = True  # a tower with a grid: `batching.py` keeps off
+    if _torch.is_marked(grid):
         return
     with _torch.real_tensors():
         total = int(grid.prod(1).sum())
@@ -97,7 +100,7 @@ def clear_marks() -> None:
     """Take the marks off the caller's tensors once they have been traced: another backend may be given them next."""
     trace = _torch.current_trace()
     if trace is not None:
-        for tensor in _inputs(trace):
+        for tensor in inputs_of(trace):
             _torch.clear_dynamic_marks(tensor)
 
 
@@ -141,19 +144,20 @@ def _step_back_on_failure(trace: Any) -> None:
 
 
 def _restart(trace: Any, reason: str, error: BaseException | None = None) -> None:
-    for tensor in _inputs(trace):  # unbacked rows are a hard error in the tower's own loops over the grid
+    for tensor in inputs_of(trace):  # unbacked rows are a hard error in the tower's own loops over the grid
         _torch.clear_dynamic_marks(tensor)
     trace.speculation_log.clear()
     raise _torch.TraceRestart(reason) from error
 
 
-def _inputs(trace: Any) -> list[Tensor]:
+def inputs_of(trace: Any) -> list[Tensor]:
     """The real tensors that the traced frame was called with."""
     root = getattr(trace.output, "root_tx", None) or trace
     return list(_tensors(root.f_locals.values()))
 
 
-def _is_grid(tensor: Tensor) -> bool:
+def is_grid(tensor: Tensor) -> bool:
+    """Whether a tensor may be a grid: whole numbers, two or three for each item."""
     integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
     return integer and tensor.dim() == 2 and tensor.shape[1] in (2, 3)
 

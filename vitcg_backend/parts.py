@@ -8,6 +8,7 @@ between two such borders depend on nothing else is what `prove_padding` has show
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .planning import Part, Plan
 
-__all__ = ["Joined", "Parts"]
+__all__ = ["Joined", "Parts", "tokens_of_image"]
 
 
 _MAX_CHECKED = 1024
@@ -36,13 +37,18 @@ class Parts:
 
     def __init__(self, body: CompiledBody, layouts: LayoutCache) -> None:
         self.body, self.layouts = body, layouts
-        self._checked: dict[Layout, Plan] = {}
+        self._checked: dict[Layout | int, Plan] = {}
         sizes = [(i, node.meta["val"]) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.SIZE]
         self._sizes = [(position, body.bound.symbols.linear(size)) for position, size in sizes]
 
     def possible(self) -> bool:
-        """Whether calls may be cut at all: items of three sizes and nothing else to them, results one row after another."""
+        """Whether calls may be cut at all: items of three sizes and nothing else to them, or images, one a row; and results
+        one row after another.
+        """
         body, bound = self.body, self.body.bound
+        if tokens_of_image(body):
+            views = all(_offset_in(body, *pair) is not None for pair in body.program.views.items())
+            return body.tail is None and views and all(_is_by_rows(body, value) for value in _slots(body))
         if body.tail is not None or body.hoisted.reads_state or bound.pixels_per_row != 1 or bound.grid is None:
             return False
         roles = {node.meta["role"] for node in bound.placeholders}
@@ -50,8 +56,7 @@ class Parts:
         whole_rows = all(rows == bound.symbols.unit for rows in self.layouts.segment_rows.values())
         if body.program.views:
             return False
-        slots = [v for (kind, _), v in zip(body.program.outputs, body.program.output_values, strict=True) if kind == "slot"]
-        return columns == 3 and Role.ITEMS not in roles and whole_rows and all(_is_by_rows(body, value) for value in slots)
+        return columns == 3 and Role.ITEMS not in roles and whole_rows and all(_is_by_rows(body, v) for v in _slots(body))
 
     def clear(self) -> None:
         """Check every plan again."""
@@ -60,17 +65,19 @@ class Parts:
     def cut(self, args: Sequence[Any], part: Part) -> list[Any]:
         """The arguments of a part: its pixel rows (a view where they lie together), its own grid, and their sizes."""
         bound = self.body.bound
-        pixels, grid = args[bound.pixels], args[bound.grid]  # type: ignore[index]  # only a call with a grid is cut
-        rows = [pixels.narrow(bound.pixel_axis, start, count) for start, count in part.ranges]
         arguments = list(args)
-        arguments[bound.pixels] = rows[0] if len(rows) == 1 else torch.cat(rows, bound.pixel_axis)
-        arguments[bound.grid] = torch.tensor(part.layout, dtype=grid.dtype, device=grid.device)  # type: ignore[index]
+        for position in (bound.pixels, *bound.batch):
+            rows = [args[position].narrow(bound.pixel_axis, start, count) for start, count in part.ranges]
+            arguments[position] = rows[0] if len(rows) == 1 else torch.cat(rows, bound.pixel_axis)
+        if bound.grid is not None:
+            grid = args[bound.grid]
+            arguments[bound.grid] = torch.tensor(part.layout, dtype=grid.dtype, device=grid.device)
         for position, form in self._sizes:  # those that do not follow the tokens are the number of items
             tokens = part.rows // bound.symbols.unit
             arguments[position] = len(part.layout or ()) if form is None else form[0] * tokens + form[1]
         return arguments
 
-    def joined(self, args: Sequence[Any], layout: Layout, rows: int, plan: Plan) -> Joined:
+    def joined(self, args: Sequence[Any], layout: Layout | None, rows: int, plan: Plan) -> Joined:
         """Where the results of the parts go, once the parts have been found independent of one another.
 
         Raises:
@@ -78,11 +85,12 @@ class Parts:
             Exception: what the tower's own metadata functions raise for a bad grid.
         """
         whole = self.layouts.get(args, layout, rows, None).tensors
-        if self._checked.get(layout) is not plan:
+        key = rows if layout is None else layout
+        if self._checked.get(key) is not plan:
             self._check(args, whole, plan)
             if len(self._checked) >= _MAX_CHECKED:
                 self._checked.clear()
-            self._checked[layout] = plan
+            self._checked[key] = plan
         return Joined(self.body, args, rows, whole)
 
     def _check(self, args: Sequence[Any], whole: Sequence[Tensor], plan: Plan) -> None:
@@ -91,6 +99,36 @@ class Parts:
             own = self.layouts.get(self.cut(args, part), part.layout, part.rows, None).tensors
             _check_segments(self.layouts, borders, own, part)
             _check_metadata(self.body, self.layouts, whole, own, part)
+
+
+def tokens_of_image(body: CompiledBody) -> int:
+    """Output tokens of a row in a tower that takes one image a row and no grid, 0 for any other tower."""
+    bound = body.bound
+    pixels = bound.placeholders[bound.pixels].meta["val"]
+    if bound.grid is not None or bound.pixel_axis != 0 or pixels.dim() < 3:
+        return 0
+    return max((_tokens_a_row(value, bound.symbols) for value in body.program.output_values), default=1)
+
+
+def _tokens_a_row(value: Any, symbols: Any) -> int:
+    """Of a result ``[batch, ..., width]`` the sizes between the two."""
+    if token_axes(value, symbols) != [0]:
+        return 1
+    return math.prod(size for size in value.shape[1:-1] if isinstance(size, int))
+
+
+def _slots(body: CompiledBody) -> list[Any]:
+    """The results that the body computes."""
+    return [v for (kind, _), v in zip(body.program.outputs, body.program.output_values, strict=True) if kind == "slot"]
+
+
+def _offset_in(body: CompiledBody, view: int, owner: int) -> int | None:
+    """Elements from the begin of a result to that of another which is a view of it; None where that changes with n."""
+    offsets = [body.bound.symbols.linear(body.program.output_values[i].storage_offset()) for i in (view, owner)]
+    if None in offsets:
+        return None
+    (factor, rest), (own_factor, own_rest) = offsets  # type: ignore[misc]  # None is no element, says the line above
+    return rest - own_rest if factor == own_factor and rest >= own_rest else None
 
 
 def _check_segments(layouts: LayoutCache, whole: dict[int, list[int]], own: Sequence[Tensor], part: Part) -> None:
@@ -158,6 +196,7 @@ class Joined:
     def __init__(self, body: CompiledBody, args: Sequence[Any], rows: int, metadata: Sequence[Tensor]) -> None:
         self.body = body
         self.tokens = rows // body.bound.symbols.unit
+        self._views = body.program.views
         self.results: list[Any] = []
         for kind, what in body.program.outputs:
             known = {"argument": lambda w: args[w], "metadata": lambda w: metadata[w].clone(), "constant": lambda w: w}
@@ -168,12 +207,16 @@ class Joined:
         symbols = self.body.bound.symbols
         targets, sources = [], []
         for index, (kind, _) in enumerate(self.body.program.outputs):
-            if kind != "slot":
+            if kind != "slot" or index in self._views:
                 continue
             result, fake = results[index], self.body.program.output_values[index]
             axes = token_axes(fake, symbols)
             if self.results[index] is None:
                 self.results[index] = self._empty(fake, result)
+                for view in (i for i, owner in self._views.items() if owner == index):
+                    shape, stride = self._laid_out(self.body.program.output_values[view])
+                    offset = _offset_in(self.body, view, index)
+                    self.results[view] = self.results[index].as_strided(shape, stride, offset)
             each = symbols.linear(fake.shape[axes[0]])[0]  # type: ignore[index]  # `Parts` has seen that it is linear
             place = 0
             for start, count in part.ranges:
@@ -186,7 +229,13 @@ class Joined:
 
     def _empty(self, fake: Any, like: Tensor) -> Tensor:
         """An uninitialised result of the whole call, with eager's strides."""
-        symbols = self.body.bound.symbols
-        forms = [[symbols.linear(x) for x in sizes] for sizes in (fake.shape, fake.stride())]
-        shape, stride = ([f[0] * self.tokens + f[1] for f in sizes if f is not None] for sizes in forms)
-        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+        return torch.empty_strided(*self._laid_out(fake), dtype=like.dtype, device=like.device)
+
+    def _laid_out(self, fake: Any) -> tuple[list[int], list[int]]:
+        """Sizes and strides of a result of the whole call."""
+        return [self._number(x) for x in fake.shape], [self._number(x) for x in fake.stride()]
+
+    def _number(self, size: Any) -> int:
+        form = self.body.bound.symbols.linear(size)
+        assert form is not None  # `Parts` has seen that results are linear
+        return form[0] * self.tokens + form[1]

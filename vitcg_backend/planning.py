@@ -71,6 +71,8 @@ class Planner:
         options: the user's options.
         unit: patches per output token.
         cuttable: calls may be cut into parts where their layout allows it.
+        tokens_of_image: output tokens of a row, for a tower whose rows are whole images: budgets then count images, and
+            the automatic ladder ends at as many as `max_tokens` holds. 0 for a tower of patches.
         costs: what has been measured.
         captured: budgets that have a capture.
         warming: captures are allowed although ``capture="warmup"`` is set.
@@ -79,6 +81,7 @@ class Planner:
     options: Options
     unit: int
     cuttable: bool = True
+    tokens_of_image: int = 0
     costs: Costs = field(default_factory=Costs)
     captured: set[int] = field(default_factory=set)
     warming: bool = False
@@ -97,9 +100,13 @@ class Planner:
         budgets = self.options.token_budgets
         self._observes = budgets == "observed"
         automatic = budgets is None or isinstance(budgets, str)
-        self.ladder = self._automatic = (
-            Ladder.automatic(self.options.max_tokens, self.unit) if automatic else Ladder.from_budgets(budgets, self.unit)  # type: ignore[arg-type]  # the two other forms are above
-        )
+        if not automatic:
+            self.ladder = Ladder.from_budgets(budgets, self.unit)  # type: ignore[arg-type]  # the two other forms are above
+        elif self.tokens_of_image:
+            self.ladder = Ladder.automatic(max(self.options.max_tokens // self.tokens_of_image, 1), self.unit, 1)
+        else:
+            self.ladder = Ladder.automatic(self.options.max_tokens, self.unit)
+        self._automatic = self.ladder
 
     @property
     def measures(self) -> bool:
@@ -155,11 +162,14 @@ class Planner:
             self.captured = captured
             self._forget()
 
-    def keep_whole(self, layout: Layout) -> None:
-        """Never cut this layout again: its items are not independent."""
-        if len(self._whole) >= _MAX_PLANS:
-            self._whole.clear()
-        self._whole.add(layout)
+    def keep_whole(self, layout: Layout | None) -> None:
+        """Never cut this layout again: its items are not independent. None = no call of this tower."""
+        if layout is None:
+            self.cuttable = False
+        else:
+            if len(self._whole) >= _MAX_PLANS:
+                self._whole.clear()
+            self._whole.add(layout)
         self._forget()
 
     def _count(self, layout: Layout) -> None:
@@ -200,12 +210,24 @@ class Planner:
 
     def _whole_plan(self, layout: Layout | None, rows: int, capacities: Capacities) -> Plan:
         tokens = rows // self.unit
-        if tokens > capacities.budgets[-1]:
+        most = min(capacities.budgets[-1], capacities.max_items) if self.tokens_of_image else capacities.budgets[-1]
+        if tokens > most and self.tokens_of_image and self.cuttable:
+            return self._by_images(tokens, most, capacities)
+        if tokens > most:
             return Plan((), "over_largest_budget")
         if layout is not None and len(layout) > capacities.max_items:
             return Plan((), "over_max_items")
         bucket = Bucket(capacities.budgets[capacities.rung(tokens)], self.unit)
         return Plan((Part(layout, rows, bucket, ((0, rows),)),))
+
+    def _by_images(self, images: int, most: int, capacities: Capacities) -> Plan:
+        """Replays of `most` images each, and one of the rest."""
+        parts = []
+        for first in range(0, images, most):
+            count = min(most, images - first)
+            bucket = Bucket(capacities.budgets[capacities.rung(count)], self.unit)
+            parts.append(Part(None, count * self.unit, bucket, ((first * self.unit, count * self.unit),)))
+        return Plan(tuple(parts))
 
     def _packed(self, layout: Layout, rows: int, capacities: Capacities) -> Plan:
         units = self._units(layout, capacities)

@@ -26,13 +26,14 @@ import torch
 from . import _torch, costs
 from .attention import VarlenKernel
 from .attention.op import differentiable
+from .batch_inputs import dense
 from .bucketing import Layout
 from .capture import Arena, Capture, bytes_needed, run_body
 from .counters import BucketStats, CallRecord, Stats
 from .errors import Refused, VitcgError
 from .layouts import MAX_BYTES, LayoutCache, LayoutValues, Misfit
 from .options import Options
-from .parts import Parts
+from .parts import Parts, tokens_of_image
 from .passes import CompiledBody
 from .passes.graph import Role
 from .planning import Part, Plan, Planner
@@ -107,7 +108,7 @@ class CompiledTower:
         limit = options.memory_limit_mib
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self._parts = Parts(body, self._layouts)
-        self.planner = Planner(options, bound.symbols.unit, self._parts.possible())
+        self.planner = Planner(options, bound.symbols.unit, self._parts.possible(), tokens_of_image(body))
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._refused: dict[Any, str] = {}
         self._arena = Arena()
@@ -135,6 +136,7 @@ class CompiledTower:
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
+        self.body.check(args)
         rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
         if rest:
             return _Ask.refused(None, rows, "invalid_grid")
@@ -196,7 +198,6 @@ class CompiledTower:
             return results, ask if reason is None else ask.because(reason)
 
     def _in_parts(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
-        assert ask.layout is not None  # only items and frames are cut apart
         try:
             joined = self._parts.joined(args, ask.layout, ask.rows, ask.plan)
         except Misfit as misfit:
@@ -286,8 +287,7 @@ class CompiledTower:
         except Exception as error:  # eager's own error comes from the operators
             log.info("metadata of %s: %s", layout, error)
             return self._operators(args)
-        arguments = list(args)
-        arguments[bound.pixels] = args[bound.pixels].contiguous()
+        arguments = dense(bound, args)
         n = rows // bound.symbols.unit
         try:
             with torch.no_grad():

@@ -57,6 +57,13 @@ SAFE: dict[str, Function] = {
             per_sample_weights=metadata("positions", g)[:, None].repeat(1, 3).float(),
         )
     ),
+    "repeated table": lambda m, x, g: x + m.weight[:1].repeat(x.shape[0], 1),
+    "buckets of values": lambda m, x, g: torch.bucketize(x, m.frequencies) + x,
+    "any and all channels": lambda m, x, g: x * (x > 0).any(-1, keepdim=True) * (x < 9).all(-1, keepdim=True),
+    "largest channel": lambda m, x, g: x + x.argmax(-1, keepdim=True),
+    "product with a bias": lambda m, x, g: torch.baddbmm(
+        x.view(-1, 2, 4)[:, :, :2], x.view(-1, 2, 4), x.view(-1, 2, 4).transpose(1, 2)
+    ).flatten(1),
     "resampled table": lambda m, x, g: x @ F.interpolate(m.weight[None, None], size=(8, 8), mode="bilinear")[0, 0],
 }
 
@@ -116,6 +123,14 @@ UNSAFE: dict[str, tuple[Function, str]] = {
         lambda m, x, g: F.conv1d(x.t()[None], m.weight[:, :, None].expand(8, 8, 3), padding=1)[0].t(),
         "convolves over the token axis",
     ),
+    "any row": (lambda m, x, g: x * (x > 0).any(0), "reduces the token axis"),
+    "largest row": (lambda m, x, g: x + x.argmax(0), "reduces the token axis"),
+    "buckets of rows": (lambda m, x, g: torch.bucketize(m.weight, x.flatten()) @ x.t(), "boundaries carry tokens|token axes"),
+    "row above row": (lambda m, x, g: x.repeat(2, 1)[: x.shape[0]], "repeats the token axis|slices"),
+    "product over tokens": (
+        lambda m, x, g: x @ torch.baddbmm(m.weight[None], x.t()[None], x[None])[0],
+        "contracts|aligned|token axis",
+    ),
     "sorted by pixels": (lambda m, x, g: x[x[:, 0].argsort()], "has no rule|did not make"),
     "transposed view": (lambda m, x, g: x.t().reshape(-1, 8), "regroups|outside|token axis"),
 }
@@ -164,6 +179,14 @@ def test_gather_by_metadata_is_an_obligation() -> None:
     (gather,) = proof.gathers
     assert isinstance(gather, Gather)
     assert (gather.index_rows, gather.source_rows) == (1, 1)
+
+
+def test_gather_beside_another_index() -> None:
+    """Row by row, from columns that are the same for all rows: the same obligation; one column a row is refused."""
+    (proof,) = prove(lambda m, x, g: x[metadata("positions", g)[:, None, None], torch.arange(8)])
+    assert [(gather.index_rows, gather.source_rows) for gather in proof.gathers] == [(1, 1)]
+    with pytest.raises(Ineligible, match="not one entry a row"):
+        prove(lambda m, x, g: x[metadata("positions", g), metadata("positions", g) % 8])
 
 
 def test_a_table_is_looked_up_by_metadata_alone() -> None:

@@ -1,6 +1,6 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`, `cut_tail`,
+On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`, `cut_tail`,
 `split_at_attention`. On each unique piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
@@ -26,6 +26,7 @@ from .program import Program, UniquePiece
 from .prologue_on_host import prologue_on_host
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
+from .take_out_checks import Checks, take_out_checks
 from .write_out_of_place import write_out_of_place
 
 __all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body", "give_tokens"]
@@ -81,6 +82,7 @@ class CompiledBody:
         refusal: why the body may not be padded, or None when every piece is proved.
         limits: what the trace and the compiled pieces assume about n, see `CompiledPiece`.
         decisions: the part of them that the traces of proved pieces decided by, see `Proof`.
+        checks: what the tower checks of a call's values before all else, None without any.
     """
 
     hoisted: Hoisted
@@ -92,6 +94,7 @@ class CompiledBody:
     refusal: Ineligible | None
     limits: list[tuple[sympy.Symbol, list[sympy.Basic]]]
     decisions: list[tuple[sympy.Symbol, list[sympy.Basic]]] = field(default_factory=list)
+    checks: Checks | None = None
 
     def __post_init__(self) -> None:
         self._allowed: dict[int, bool] = {}
@@ -104,6 +107,11 @@ class CompiledBody:
     def may_be_padded(self, n: int) -> bool:
         """Whether a call of `n` tokens takes the branches that the pieces were traced along, as its bucket does."""
         return _all_true(self.decisions, n, self._padded)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Make the tower's own checks of a call's values; raises what they raise in eager."""
+        if self.checks is not None:
+            self.checks(args)
 
     def assumptions(self) -> str:
         """What the compiled pieces assume about n, in words."""
@@ -134,6 +142,7 @@ def compile_body(
         Ineligible: the graph cannot be taken apart at all; it then runs as an ordinary compiled graph.
     """
     dump("dynamo", gm)
+    gm, checks = take_out_checks(gm)
     bound = bind_tokens(write_out_of_place(gm), example_inputs)
     dump("bind_tokens", bound.gm)
     hoisted = hoist_metadata(bound)
@@ -155,7 +164,8 @@ def compile_body(
         for gather in compiled.proof.gathers if compiled.proof else []:
             for uses in piece.metadata_inputs:
                 gathers.add(_obligation(gather, uses))
-        if compiled.proof and any(not compiled.proof.lookups <= set(uses) for uses in piece.metadata_inputs):
+        known = [{*uses, *batch} for uses, batch in zip(piece.metadata_inputs, piece.batch_inputs, strict=True)]
+        if compiled.proof and any(not compiled.proof.lookups <= positions for positions in known):
             text = "a table is looked up by an index that is not metadata: that of a padded row could point anywhere"
             refusal = refusal or Ineligible("unproved", text)
     limits.append((program.symbols.symbol, program.symbols.guards()))
@@ -164,7 +174,7 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, host_prologue, program, tail, functions, checked, refusal, limits, decisions)
+    return CompiledBody(hoisted, host_prologue, program, tail, functions, checked, refusal, limits, decisions, checks)
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:

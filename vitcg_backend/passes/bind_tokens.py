@@ -62,6 +62,7 @@ class Bound:
         pixel_axis: its token axis.
         pixels_per_row: length of one row on that axis: 1, or the width of a patch where patches lie side by side.
         grid: position of the grid input, or None.
+        batch: positions of other inputs that have a row for each row of the pixels.
         numbers: (position, value) of inputs that hold one number and were made constants: under ``dynamic=True`` Dynamo passes
             the numbers of a module so. A call with another number is served by the operators.
     """
@@ -72,6 +73,7 @@ class Bound:
     pixel_axis: int
     pixels_per_row: int
     grid: int | None
+    batch: list[int]
     numbers: list[tuple[int, float]]
 
     @property
@@ -100,6 +102,9 @@ def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound
             node.meta["role"] = Role.ITEMS
     pixels, axis, size = _pixel_input(placeholders)
     pixels.meta["role"] = Role.PIXELS
+    for node in placeholders if grid is None and axis == 0 else ():
+        if node.meta["role"] == Role.EXTRA and _has_rows(node.meta["example_value"], size):
+            node.meta["role"] = Role.BATCH
     index = {node: i for i, node in enumerate(placeholders)}
     width = _pixels_per_row(example_inputs, index[pixels], axis, None if grid is None else index[grid])
     give_tokens(gm, next((n for n in placeholders if _same_size(n.meta.get("example_value"), size)), None), width)
@@ -114,7 +119,8 @@ def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound
         unit *= factor
     gm.graph.lint()
     gm.recompile()
-    return Bound(gm, symbols, index[pixels], axis, width, None if grid is None else index[grid], numbers)
+    batch = [i for i, node in enumerate(placeholders) if node.meta["role"] == Role.BATCH]
+    return Bound(gm, symbols, index[pixels], axis, width, None if grid is None else index[grid], batch, numbers)
 
 
 def _pixels_per_row(example_inputs: Sequence[Any], pixels: int, axis: int, grid: int | None) -> int:
@@ -296,6 +302,8 @@ def _pixel_input(placeholders: list[fx.Node]) -> tuple[fx.Node, int, torch.SymIn
             candidates += [(node, axes)] if axes else []
     floats = [c for c in candidates if c[0].meta["example_value"].dtype.is_floating_point]
     candidates = floats or candidates
+    images = [c for c in candidates if c[0].meta["example_value"].dim() > 3 and c[1] == [0]]
+    candidates = images[:1] or candidates  # what else has their rows is `Role.BATCH`
     if len(candidates) != 1:
         raise Ineligible("pixels", f"found {len(candidates)} inputs with a symbolic number of rows, expected one")
     node, axes = candidates[0]
@@ -307,6 +315,12 @@ def _pixel_input(placeholders: list[fx.Node]) -> tuple[fx.Node, int, torch.SymIn
 
 def _same_size(value: Any, size: torch.SymInt) -> bool:
     return isinstance(value, torch.SymInt) and value.node.expr == size.node.expr
+
+
+def _has_rows(value: Tensor, size: torch.SymInt) -> bool:
+    """Whether the first axis of an input, and no other, is as long as the batch."""
+    symbolic: dict[int, Any] = {axis: length for axis, length in enumerate(value.shape) if isinstance(length, torch.SymInt)}
+    return list(symbolic) == [0] and bool(_expression(symbolic[0]) == _expression(size))
 
 
 def _unit(gm: fx.GraphModule, metadata: list[fx.Node], size: torch.SymInt) -> int:
@@ -353,7 +367,9 @@ def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt, width: 
         known = {old: new.node.expr for old, new in sizes.items()}
         return symbols.shape_env.create_symintnode(expression.xreplace(known), hint=None)
 
-    with symbols.mode, torch.no_grad(), symbols.shape_env.ignore_fresh_unbacked_symbols():
+    # The dispatcher is the one that Dynamo traces with: kernels in C++ that read a size as an integer would fix it.
+    ignoring = symbols.shape_env.ignore_fresh_unbacked_symbols()
+    with symbols.mode, torch.no_grad(), ignoring, _torch.enable_python_dispatcher():
         for node in gm.graph.nodes:
             node.meta.pop("unbacked_bindings", None)  # they name symbols of Dynamo's environment
             if node.op == "output":
@@ -373,6 +389,8 @@ def _value(gm: fx.GraphModule, node: fx.Node, convert: Any) -> Any:
         if not isinstance(value, Tensor):
             return convert(value)
         shape, stride = [convert(s) for s in value.shape], [convert(s) for s in value.stride()]
+        if node.meta["role"] in (Role.PIXELS, Role.BATCH):  # what a call gives is copied into dense buffers
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     if node.op == "get_attr":
         value = getattr(gm, node.target)

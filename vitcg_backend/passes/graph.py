@@ -35,6 +35,7 @@ class Role:
     PIXELS = "pixels"
     GRID = "grid"
     ITEMS = "items"  # one whole number for each row of the grid, e.g. merge sizes
+    BATCH = "batch"  # a row for each row of the pixels, in a tower without a grid, e.g. a mask
     EXTRA = "extra"  # any other tensor of the call, e.g. cu_seqlens given by the caller
 
 

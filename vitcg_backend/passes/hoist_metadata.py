@@ -93,7 +93,7 @@ def _classify(bound: Bound) -> dict[fx.Node, str]:
         if node.op == "placeholder":
             role = node.meta["role"]
             weight[node] = role == Role.STATE
-            kind[node] = BODY if role == Role.PIXELS else FREE if role in (Role.STATE, Role.SIZE) else PROLOGUE
+            kind[node] = BODY if role in (Role.PIXELS, Role.BATCH) else FREE if role in (Role.STATE, Role.SIZE) else PROLOGUE
             continue
         inputs = node.all_input_nodes
         kinds = {kind[i] for i in inputs}

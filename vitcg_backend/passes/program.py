@@ -45,13 +45,15 @@ class UniquePiece:
     Attributes:
         key: what makes two pieces equal.
         gm: its torch-level graph; inputs ``n`` and tensors with ``meta["val"]``; returns a tuple.
-        metadata_inputs: placeholder position -> index of the metadata tensor, for the first use of the piece.
+        metadata_inputs: for each use of the piece, placeholder position -> index of the metadata tensor.
+        batch_inputs: for each use, placeholder positions of the call's other tensors with a row an image (`Role.BATCH`).
         uses: how often the program calls it.
     """
 
     key: tuple[Any, ...]
     gm: fx.GraphModule
     metadata_inputs: list[dict[int, int]] = field(default_factory=list)
+    batch_inputs: list[set[int]] = field(default_factory=list)
 
     @property
     def uses(self) -> int:

@@ -405,7 +405,7 @@ def _pad(rows: Rows) -> str:
     return "not along the token axis"
 
 
-@rule(*_overloads("repeat"))
+@rule(*_overloads("repeat"), shape_argument=1, creates=_constant_rows)
 def _repeat(rows: Rows) -> str:
     repeats = list(rows.argument(1, "repeats"))
     if repeats[len(repeats) - (rows.rank - rows.axis)] != 1:
@@ -436,10 +436,22 @@ def _matmul(rows: Rows, left: Any, right: Any) -> str:
 
 @rule(*_overloads("bmm"))
 def _bmm(rows: Rows) -> str:
-    left, right = (rows.of(a) for a in rows.node.args[:2])
-    rows.keep()
+    return _batched_matmul(rows, *rows.node.args[:2])
+
+
+@rule(*_overloads("baddbmm"))
+def _baddbmm(rows: Rows) -> str:
+    bias, left, right = rows.node.args[:3]
+    if rows.of(bias) is not None and (rows.of(bias) != rows.output or bias.meta["val"].dim() != 3):
+        raise Refusal("adds a bias whose rows are not aligned")
+    return _batched_matmul(rows, left, right)
+
+
+def _batched_matmul(rows: Rows, first: Any, second: Any) -> str:
+    left, right = rows.of(first), rows.of(second)
+    rows.keep((left or rows.inputs[0][1:])[1])
     if left is not None and left[0] == 0 and right in (None, left):
-        if right is None and rows.node.args[1].meta["val"].shape[0] != 1:
+        if right is None and second.meta["val"].shape[0] != 1:
             raise Refusal("pairs a batch of tokens with a batch of something else")
         return "tokens in the batch"
     if left is not None and left[0] == 1 and right is None:
@@ -447,7 +459,10 @@ def _bmm(rows: Rows) -> str:
     raise Refusal("contracts or mixes the token axis")
 
 
-@rule(*_overloads("var_mean.correction", "var.correction", "mean.dim", "sum.dim_IntList", "amax", "amin", "prod.dim_int"))
+_REDUCE = ("var_mean.correction", "var.correction", "mean.dim", "sum.dim_IntList", "amax", "amin", "prod.dim_int")
+
+
+@rule(*_overloads(*_REDUCE, "any.dim", "any.dims", "all.dim", "all.dims", "argmax", "argmin"))
 def _reduce(rows: Rows) -> str:
     dims = rows.argument(1, "dim")
     if dims is None or dims == [] or rows.axis in rows.dims(dims):
@@ -502,6 +517,14 @@ def _embedding(rows: Rows) -> str:
     return "a table without tokens, looked up by metadata"
 
 
+@rule(*_overloads("bucketize.Tensor"))
+def _bucketize(rows: Rows) -> str:
+    if rows.of(rows.node.args[1]) is not None:
+        raise Refusal("sorts values into buckets whose boundaries carry tokens")
+    rows.aligned()
+    return "pointwise: rows aligned"
+
+
 @rule(*_overloads("index.Tensor"))
 def _index(rows: Rows) -> str:
     source, indices = rows.node.args[:2]
@@ -521,7 +544,9 @@ def _index(rows: Rows) -> str:
         rows.keep(place[1])
         return "not along the token axis"
     index = dict(given)[place[0]]
-    if len(given) != 1 or index.meta["val"].dim() != 1 or rows.of(index) is None or index.meta["val"].dtype == torch.bool:
+    shape = index.meta["val"].shape
+    one_each = rows.of(index) is not None and math.prod(shape[: rows.of(index)[0]] + shape[rows.of(index)[0] + 1 :]) == 1
+    if not one_each or len(carrying) != 1 or index.meta["val"].dtype == torch.bool:
         raise Refusal("gathers along the token axis by an index that is not one entry a row")
     rows.gather(index, rows.of(index)[1], place[1])
     rows.keep(rows.of(index)[1])
@@ -538,6 +563,8 @@ def _index(rows: Rows) -> str:
     )
 )
 def _sdpa(rows: Rows) -> str:
-    if any(axis != 0 or count != rows.rows for _, axis, count in rows.inputs) or len(rows.inputs) < 3:
+    factors = [rows.of(factor) for factor in rows.node.args[:3]]  # of a layer that attends to itself all three may be one
+    ranks = {source.meta["val"].dim() for source, _, _ in rows.inputs}  # a mask of fewer axes has its first one elsewhere
+    if any(axis != 0 or count != rows.rows for _, axis, count in rows.inputs) or None in factors or len(ranks) != 1:
         raise Refusal("attends over the token axis outside of segments")
     return "tokens in the batch"

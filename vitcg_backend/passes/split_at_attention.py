@@ -7,9 +7,10 @@ be called with static bounds instead of through an opaque operator.
 Preconditions: `hoist_metadata`; attention appears as `vitcg.varlen_attention`.
 
 Cases: 1. the level of a node is the number of attention calls on its longest path from the inputs; a piece is all body nodes of
-one level. 2. A size is re-emitted as ``c * n``, so that the only size a piece takes is `n`, its first input. 3. Free nodes are
-sunk into each piece that uses them. 4. Two pieces with equal operations, constants and input shapes are one (`pieces`), called
-with different tensors.
+one level. Dense attention (image by image, in a tower without segments) is the first operation of its piece. 2. A size is
+re-emitted as ``c * n``, so that the only size a piece takes is `n`, its first input. 3. Free nodes are sunk into each piece
+that uses them. 4. Two pieces with equal operations, constants and input shapes are one (`pieces`), called with different
+tensors.
 
 Before::
 
@@ -31,13 +32,14 @@ import torch
 from torch import Tensor, fx
 
 from ..attention import op as _op  # noqa: F401  registers the operator
-from .graph import Ineligible, Symbols, is_size, rows_of, source_line, token_axes
+from .graph import Ineligible, Role, Symbols, is_size, rows_of, source_line, token_axes
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
 from .program import AttentionStep, PieceStep, Program, UniquePiece
 
 __all__ = ["piece_key", "split_at_attention"]
 
 _ATTENTION = (torch.ops.vitcg.varlen_attention, torch.ops.vitcg.varlen_attention.default)
+_DENSE = (torch.nn.functional.scaled_dot_product_attention,)
 
 
 def split_at_attention(hoisted: Hoisted) -> Program:
@@ -86,7 +88,7 @@ class _Splitter:
         level: dict[fx.Node, int] = {}
         for node in body:
             before = [level[i] for i in node.all_input_nodes if i in level]
-            level[node] = max(before, default=0) + (node.target in _ATTENTION)
+            level[node] = max(before, default=0) + (node.target in _ATTENTION or node.target in _DENSE)
         return level
 
     def _piece_calls(
@@ -114,6 +116,8 @@ class _Splitter:
             index = self._deduplicate(gm)
             roles = {i + 1: self.metadata[node] for i, node in enumerate(inputs) if node in self.metadata}
             self.program.pieces[index].metadata_inputs.append(roles)
+            batch = {i + 1 for i, node in enumerate(inputs) if node.meta.get("role") == Role.BATCH}
+            self.program.pieces[index].batch_inputs.append(batch)
             drafts.append((index, inputs, results))
         last: dict[fx.Node, int] = {}
         for position, (_, inputs, results) in enumerate(drafts):

@@ -35,6 +35,7 @@ __all__ = ["write_out_of_place", "written"]
 
 _FRESH = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "clone", "repeat"}
 _FRESH |= {"zeros_like", "ones_like", "full_like", "empty_like"}
+_FRESH |= {"add", "sub", "mul", "truediv", "neg"}  # and arithmetic, which has a result of its own
 
 
 def written(tensor: Tensor, method: str, *args: Any, **kwargs: Any) -> Tensor:

@@ -24,6 +24,7 @@ from ..bucketing import Layout, num_patches
 from ..counters import Stats
 from ..family_record import FamilyStatus
 from .error_budget import assert_within_budget
+from .image_families import ImageFamily
 from .outputs import assert_bitwise, flatten, reference_float64
 from .towers import randomise
 
@@ -230,7 +231,7 @@ def _suited(sizes: dict[str, Any], config_class: type) -> dict[str, Any]:
     return sizes
 
 
-def measure(family: Family) -> FamilyStatus:
+def measure(family: Family | ImageFamily) -> FamilyStatus:
     """Run a tiny tower of a family, compiled and eager, over its sequence of layouts.
 
     A layout that eager rejects is left out. The pieces run eagerly: what is looked at is what is traced, proved and captured.
@@ -245,10 +246,10 @@ def measure(family: Family) -> FamilyStatus:
     torch._dynamo.reset()
     compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
     held: list[tuple[Any, Any]] = []
-    rejected: dict[Layout, Exception] = {}
+    rejected: dict[Any, Exception] = {}
     with torch.no_grad():
         for step, layout in enumerate(family.sequence()):
-            inputs = family.inputs(tower, layout, seed=step)
+            inputs = family.inputs(tower, layout, seed=step)  # type: ignore[arg-type]  # one of the family's own
             try:
                 expected = tower(**inputs)
             except (RuntimeError, IndexError, ValueError) as error:  # a layout for other versions of the family
@@ -286,11 +287,8 @@ def _assert_equal(output: Any, expected: Any, tower: nn.Module, inputs: Mapping[
 
 def _reason(seen: Stats) -> str:
     """Why Dynamo had to break the tower, or else the reason of most calls, with the text of its refusal."""
-    name = (
-        "host_loop"
-        if "host_loop" in seen.refusals
-        else max(seen.fallbacks, key=lambda reason: seen.fallbacks[reason], default="graph_breaks")
-    )
+    often = max(seen.fallbacks, key=lambda reason: seen.fallbacks[reason], default="graph_breaks")
+    name = next((reason for reason in ("host_loop", "graph_break") if reason in seen.refusals), often)
     text = seen.refusals.get(name, "")
     return f"{name}: {text.splitlines()[0]}" if text else name
 
