@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,18 @@ from vitcg_backend import ops
 from vitcg_backend.passes.graph import Role
 from vitcg_backend.passes.prologue_on_host import _INTEGER, _INTERPOLATION, prologue_on_host
 
-UTILS = "transformers.vision_utils."
+UTILS = "tests.vision_utils."  # in the place of transformers' own, which other tests use
 ops.register_function(f"{UTILS}get_vision_position_ids", positions)
 ops.register_function(
     f"{UTILS}get_vision_interpolation_indices_and_weights", lambda grid, mode: positions(grid) * (0.5 if mode else 1.0)
 )
 ops.register_function(f"{UTILS}get_vision_nearest_position_ids", positions)
+
+
+@pytest.fixture(autouse=True)
+def functions_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions above count as those of transformers."""
+    monkeypatch.setattr(sys.modules[prologue_on_host.__module__], "_MODULE", UTILS)
 
 
 def of_transformers(name: str, grid: Tensor, constants: str = "{}") -> Tensor:
