@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -449,8 +450,12 @@ def test_a_forward_put_in_later_is_seen() -> None:
     compiled = compile_tower(tower)
     plain = assert_same(compiled, tower, IMAGE)
     mlp = tower.blocks[0].mlp
-    of_one, of_all = mlp.forward, type(mlp).forward
-    for owner, double in ((mlp, lambda x: of_one(x) * 2), (type(mlp), lambda self, x: of_all(self, x) * 2)):
+    original = type(mlp).forward
+
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        return original(self, x) * 2
+
+    for owner, double in ((mlp, types.MethodType(doubled, mlp)), (type(mlp), doubled)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, "forward", double)
             assert_same(compiled, tower, IMAGE)
@@ -471,7 +476,7 @@ def test_what_hooks_keep_is_eagers_and_stays() -> None:
     for seed, layout in enumerate((IMAGE, MIXED, IMAGE)):
         kept.clear()
         assert_same(compiled, tower, layout, seed=seed)
-        ours, eagers = kept
+        ours, eagers = kept[:2]  # a third is the reference's, where there is one
         if DEVICE == "cpu":
             assert torch.equal(ours, eagers)
         held.append((ours, ours.clone()))

@@ -65,6 +65,7 @@ __all__ = [
     "is_marked",
     "is_resumed",
     "is_traceable_wrapper_subclass",
+    "layout_check",
     "mark_batch",
     "mark_rows",
     "new_size",
@@ -146,8 +147,10 @@ def current_trace() -> Any:
         return None
 
 
-def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None:
-    """Call `failed` with what ends this trace, unless that is Dynamo's own way of going on (a restart, a graph break) or an
+def on_failed_trace(trace: Any, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> None:
+    """Call `ended` when this trace ends for good, whatever ends it; a restart does not.
+
+    Before that, call `failed` with what ends it, unless that is Dynamo's own way of going on (a restart, a graph break) or an
     error of a backend. It may raise `TraceRestart` in its place.
 
     `OutputGraph.call_cleanup_hooks` (torch/_dynamo/output_graph.py) runs in the ``finally`` of the trace
@@ -157,10 +160,11 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
 
     def hook() -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, Exception) or isinstance(error, expected):
-            return
-        if is_data_dependent(error) or not isinstance(error, exc.Unsupported):
-            failed(error)
+        ours = isinstance(error, Exception) and not isinstance(error, expected)
+        if ours and (is_data_dependent(error) or not isinstance(error, exc.Unsupported)):  # type: ignore[arg-type]
+            failed(error)  # type: ignore[arg-type]  # an Exception, says the line above
+        if not isinstance(error, exc.RestartAnalysis):
+            ended()
 
     trace.output.add_cleanup_hook(hook)
 
@@ -395,6 +399,19 @@ def graphs_left() -> tuple[int, int]:
     if trace is None:
         return limit, limit
     return limit - len(_debug_get_cache_entry_list(traced_code(trace))) - 1, limit
+
+
+def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors: whether each has the dtype, device, sizes and strides that these have now.
+
+    Dynamo's own check of tensors, which torch 2.11 skips for the parameters of modules whose dictionaries have not changed:
+    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp).
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+    return guards.check
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

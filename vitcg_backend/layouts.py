@@ -80,6 +80,8 @@ class LayoutValues:
     def upload(self, device: torch.device) -> None:
         """Move everything to a GPU in one copy out of pinned memory, which waits for nothing."""
         sources = [*self.tensors, *self.segments.values()]
+        if not sources:
+            return
         # Wide elements first: so each tensor begins at a multiple of its own element size.
         order = sorted(range(len(sources)), key=lambda i: -sources[i].element_size())
         flat = [sources[i].reshape(-1).view(torch.uint8) for i in order]

@@ -140,7 +140,11 @@ def _step_back_on_failure(trace: Any) -> None:
         steps._vitcg_refused = reason
         _restart(trace, f"vitcg: {reason}", error)
 
-    _torch.on_failed_trace(trace, failed)
+    def ended() -> None:  # Dynamo may go on with the tower's own functions, each traced by itself, on the same tensors
+        for tensor in inputs_of(root):
+            _torch.clear_dynamic_marks(tensor)
+
+    _torch.on_failed_trace(trace, failed, ended)
 
 
 def _restart(trace: Any, reason: str, error: BaseException | None = None) -> None:

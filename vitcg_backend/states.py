@@ -1,7 +1,8 @@
-"""Which parameters a call brings: sets of addresses, numbered. A graph replays only for the number it was captured with.
+"""Which parameters a call brings: sets of addresses and layouts, numbered. A graph replays only for the number it was captured
+with.
 
-Every parameter's address is looked at in every call, so there is no change of storage that goes unseen; an edit in place keeps
-the address, and the graph reads the new values.
+Every parameter's address, dtype, sizes and strides are looked at in every call, so there is no change of storage that goes
+unseen; an edit in place keeps them, and the graph reads the new values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
+
+from . import _torch
 
 __all__ = ["MAX_STATES", "States"]
 
@@ -36,9 +39,10 @@ class States:
         self.positions = list(positions)
         self._of = itemgetter(*self.positions) if len(self.positions) > 1 else self._few
         self._forget = forget
-        self._known: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._known: OrderedDict[Any, int] = OrderedDict()
         self._numbers = itertools.count()
         self._last: tuple[list[int], int] = ([], -1)
+        self._laid_out_alike: Callable[..., bool] = lambda *tensors: True
         self._owners: dict[int, list[weakref.ref[Tensor]]] = {-1: self._weak(example_inputs)}
 
     def __len__(self) -> int:
@@ -46,9 +50,10 @@ class States:
 
     def number(self, args: Sequence[Any]) -> int:
         """The number of the parameters of a call."""
-        addresses = list(map(_address, self._of(args)))
-        if addresses != self._last[0] or self._moved_in(args):
-            self._note(tuple(addresses), args)
+        tensors = self._of(args)
+        addresses = list(map(_address, tensors))
+        if addresses != self._last[0] or not self._laid_out_alike(*tensors) or self._moved_in(args):
+            self._note(addresses, tensors, args)
         return self._last[1]
 
     def belongs_to(self, tensors: set[int]) -> bool:
@@ -56,16 +61,18 @@ class States:
         owners = [ref() for refs in list(self._owners.values()) for ref in refs]
         return any(id(owner) in tensors for owner in owners if owner is not None)
 
-    def _note(self, addresses: tuple[int, ...], args: Sequence[Any]) -> None:
-        if addresses not in self._known:
-            self._known[addresses] = next(self._numbers)
+    def _note(self, addresses: list[int], tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
+        key = tuple((address, t.dtype, t.shape, t.stride()) for address, t in zip(addresses, tensors, strict=True))
+        if key not in self._known:
+            self._known[key] = next(self._numbers)
             while len(self._known) > MAX_STATES:
                 dropped = self._known.popitem(last=False)[1]
                 self._owners.pop(dropped, None)
                 self._forget(dropped)
-        self._known.move_to_end(addresses)
-        number = self._known[addresses]
-        self._last = (list(addresses), number)
+        self._known.move_to_end(key)
+        number = self._known[key]
+        self._last = (addresses, number)
+        self._laid_out_alike = _torch.layout_check(tensors)
         self._owners[number] = self._weak(args)
 
     def _moved_in(self, args: Sequence[Any]) -> bool:

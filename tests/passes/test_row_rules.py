@@ -343,6 +343,42 @@ _both(
     lambda t: lambda b: b(t, b.input("4n", 2, 3), b.input("4n", 3, 2)),
     lambda t: lambda b: b(t, b.input(1, "4n", 8), b(t, b.input(1, 8, "4n"), b.input(1, "4n", 8))),
 )
+_both(
+    aten.baddbmm.default,
+    lambda t: lambda b: b(t, b.input("4n", 2, 2), b.input("4n", 2, 3), b.input("4n", 3, 2)),
+    lambda t: (
+        lambda b: b(aten.bmm.default, b.input(1, "4n", 8), b(t, b.input(1, 8, 8), b.input(1, 8, "4n"), b.input(1, "4n", 8)))
+    ),
+)
+_both(
+    aten.bucketize.Tensor,
+    lambda t: lambda b: b(t, b.input("4n"), b.input(3, values=lambda n: torch.tensor([0.3, 0.5, 0.9]))),
+    lambda t: (
+        lambda b: b(
+            t,
+            b.input("4n", values=lambda n: torch.full((4 * n,), 1e3)),
+            b.input("4n", values=lambda n: torch.arange(4.0 * n)),
+        )
+    ),
+)
+
+
+def _truth(target: Any, dims: Any) -> Case:
+    """Over rows of which the padded ones alone are true (any) or false (all)."""
+
+    def values(n: int) -> Tensor:
+        padded = torch.arange(4 * n)[:, None].expand(-1, 8) >= 4 * REAL
+        return padded if "any" in str(target) else ~padded
+
+    def case(b: Body) -> Any:
+        reduced = b(target, b.input("4n", 8, dtype=torch.bool, values=values), dims)
+        return reduced if dims in (1, [1]) else b(aten.mul.Tensor, b.input("4n", 8), reduced)
+
+    return case
+
+
+_both([aten.any.dim, aten.all.dim], lambda t: _truth(t, 1), lambda t: _truth(t, 0))
+_both([aten.any.dims, aten.all.dims], lambda t: _truth(t, [1]), lambda t: _truth(t, [0]))
 
 
 def _reduced(target: Any, dims: Any) -> Case:
@@ -361,7 +397,7 @@ _both(
     lambda t: _reduced(t, [1]),
     lambda t: _reduced(t, [0]),
 )
-_both(aten.prod.dim_int, lambda t: _reduced(t, 1), lambda t: _reduced(t, 0))
+_both([aten.prod.dim_int, aten.argmax.default, aten.argmin.default], lambda t: _reduced(t, 1), lambda t: _reduced(t, 0))
 _both(
     [aten._softmax.default, aten._log_softmax.default],
     lambda t: lambda b: b(t, b.input("4n", 8), -1, False),
