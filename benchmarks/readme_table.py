@@ -20,15 +20,18 @@ def table(path: Path) -> str:
     """Markdown: one row a call, our time and what the others take as multiples of it (medians)."""
     rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     latency = {(r["tower"], r["case"], r["variant"]): r for r in rows if r["metric"] == "latency"}
-    lines = [f"| tower | call | patches | padding | {' | '.join(HEADS)} |", "|---" * (4 + len(HEADS)) + "|"]
+    columns = [(v, head) for v, head in zip(COLUMNS, HEADS, strict=True) if any(v == variant for _, _, variant in latency)]
+    heads = [head for _, head in columns]
+    lines = [f"| tower | call | patches | padding | {' | '.join(heads)} |", "|---" * (4 + len(heads)) + "|"]
     for tower, case in dict.fromkeys((t, c) for t, c, _ in latency):
-        found = {v: latency.get((tower, case, v)) for v in COLUMNS}
-        ours = found["vitcg_call"]
+        found = {v: latency.get((tower, case, v)) for v, _ in columns}
+        ours = found.get("vitcg_call")
         if ours is None:
             continue
         cells = [tower, case, str(ours["num_patches"]), f"{ours['padded_fraction']:.1%}"]
-        cells += [f"{r['p50']:.2f}" if r else "" for r in (found[v] for v in COLUMNS[:3])]
-        cells += [f"{r['p50'] / ours['p50']:.2f}x" if r else "" for r in (found[v] for v in COLUMNS[3:])]
+        for variant, row in found.items():
+            own = variant.startswith("vitcg_")  # our own in ms, the others as multiples
+            cells.append("" if row is None else f"{row['p50']:.2f}" if own else f"{row['p50'] / ours['p50']:.2f}x")
         lines.append(f"| {' | '.join(cells)} |")
     first = rows[0]
     lines += [
