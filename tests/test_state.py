@@ -621,11 +621,14 @@ def test_b64_a_frozen_tower_and_pixels_that_need_gradients() -> None:
     assert (stats(tower).hits, stats(tower).fallbacks) == (2, {"gradients": 2})
 
 
-def test_a_function_under_no_grad_is_captured() -> None:
-    """A decorated function compiled as a whole wants no gradients, although it is called in grad mode."""
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_function_in_a_mode_without_gradients_is_captured(mode: Any) -> None:
+    """A decorated function compiled as a whole wants no gradients, although it is called in grad mode; under inference mode its
+    results are inference tensors, as eager's are.
+    """
     tower = small()
 
-    @torch.no_grad()
+    @mode()
     def function(pixels: Tensor, grid: Tensor) -> Tensor:
         return tower(pixels, grid_thw=grid).pooler_output
 
@@ -634,23 +637,7 @@ def test_a_function_under_no_grad_is_captured() -> None:
         pixels, grid = testing.make_inputs(tower, layout)
         output = compiled(pixels, grid)
         assert not output.requires_grad
-        torch.testing.assert_close(output, function(pixels, grid))
-    assert (stats(tower).hits, stats(tower).graphs) == (3, 1)
-
-
-def test_a_function_in_inference_mode_is_captured() -> None:
-    """As under `no_grad`; its results are inference tensors, as eager's are."""
-    tower = small()
-
-    @torch.inference_mode()
-    def function(pixels: Tensor, grid: Tensor) -> Tensor:
-        return tower(pixels, grid_thw=grid).pooler_output
-
-    compiled = torch.compile(function, backend="vitcg", options={"inner": "eager", "min_tokens": 1})
-    for layout in (IMAGE, MIXED, IMAGE):
-        pixels, grid = testing.make_inputs(tower, layout)
-        output = compiled(pixels, grid)
-        assert output.is_inference()
+        assert output.is_inference() is (mode is torch.inference_mode)
         torch.testing.assert_close(output, function(pixels, grid))
     assert (stats(tower).hits, stats(tower).graphs) == (3, 1)
 

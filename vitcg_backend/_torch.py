@@ -15,7 +15,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -76,6 +75,7 @@ __all__ = [
     "raw_stream",
     "real_tensors",
     "release_workspaces",
+    "root_of",
     "size_key",
     "start_compile_workers",
     "trace_artifact",
@@ -325,13 +325,12 @@ def _module_of(source: Any, trace: Any) -> Any:
     """The module that a source of the running trace names, None for a source of anything else.
 
     `UnspecializedNNModuleSource` and its kin, whose name is an expression over the frame's locals and globals
-    (torch/_dynamo/source.py); it is a method until torch 2.11 and an attribute since.
+    (torch/_dynamo/source.py).
     """
     if "NNModule" not in type(source).__name__:
         return None
-    name = source.name() if callable(source.name) else source.name
-    root = getattr(trace.output, "root_tx", None) or trace
-    return eval(name, {"L": root.f_locals, "G": root.f_globals})
+    root = root_of(trace)
+    return eval(_source_name(source), {"L": root.f_locals, "G": root.f_globals})
 
 
 def guard_on_equal_rows(trace: Any, tensors: Sequence[Tensor]) -> None:
@@ -357,9 +356,14 @@ def size_key(tensor: Tensor) -> tuple[Any, ...]:
     return (*tensor.shape[1:], str(tensor.dtype))
 
 
-def traced_code(trace: Any) -> CodeType:
+def root_of(trace: Any) -> Any:
+    """The translator of the frame that is compiled, which inlined the others; once that trace has ended, `trace` itself."""
+    return getattr(trace.output, "root_tx", None) or trace
+
+
+def traced_code(trace: Any) -> types.CodeType:
     """The code object that is compiled: Dynamo keeps its graphs there."""
-    code: CodeType = (getattr(trace.output, "root_tx", None) or trace).f_code
+    code: types.CodeType = root_of(trace).f_code
     return code
 
 

@@ -100,8 +100,7 @@ def clear_marks() -> None:
     """Take the marks off the caller's tensors once they have been traced: another backend may be given them next."""
     trace = _torch.current_trace()
     if trace is not None:
-        for tensor in inputs_of(trace):
-            _torch.clear_dynamic_marks(tensor)
+        _unmark(trace)
 
 
 def _token_axis(tensor: Tensor, total: int) -> int | None:
@@ -141,23 +140,25 @@ def _step_back_on_failure(trace: Any) -> None:
         _restart(trace, f"vitcg: {reason}", error)
 
     def ended() -> None:  # Dynamo may go on with the tower's own functions, each traced by itself, on the same tensors
-        for tensor in inputs_of(root):
-            _torch.clear_dynamic_marks(tensor)
+        _unmark(root)
 
     _torch.on_failed_trace(trace, failed, ended)
 
 
 def _restart(trace: Any, reason: str, error: BaseException | None = None) -> None:
-    for tensor in inputs_of(trace):  # unbacked rows are a hard error in the tower's own loops over the grid
-        _torch.clear_dynamic_marks(tensor)
+    _unmark(trace)  # unbacked rows are a hard error in the tower's own loops over the grid
     trace.speculation_log.clear()
     raise _torch.TraceRestart(reason) from error
 
 
+def _unmark(trace: Any) -> None:
+    for tensor in inputs_of(trace):
+        _torch.clear_dynamic_marks(tensor)
+
+
 def inputs_of(trace: Any) -> list[Tensor]:
     """The real tensors that the traced frame was called with."""
-    root = getattr(trace.output, "root_tx", None) or trace
-    return list(_tensors(root.f_locals.values()))
+    return list(_tensors(_torch.root_of(trace).f_locals.values()))
 
 
 def is_grid(tensor: Tensor) -> bool:

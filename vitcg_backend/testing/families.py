@@ -11,7 +11,6 @@ import functools
 import importlib
 import inspect
 import pathlib
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ..bucketing import Layout, num_patches
 from ..counters import Stats
 from ..family_record import FamilyStatus
 from .error_budget import assert_within_budget
-from .image_families import ImageFamily
+from .image_families import ImageFamily, in_order_then_shuffled
 from .outputs import assert_bitwise, flatten, reference_float64
 from .towers import randomise
 
@@ -171,9 +170,7 @@ class Family:
 
     def sequence(self, rounds: int = 2, seed: int = 0) -> list[Layout]:
         """The layouts once in order, then shuffled and repeated."""
-        again = [layout for layout in self.layouts for _ in range(rounds)]
-        random.Random(seed).shuffle(again)
-        return [*self.layouts, *again]
+        return in_order_then_shuffled(self.layouts, rounds, seed)
 
     def tower(self, *, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> nn.Module:
         """A tower of two narrow layers with seeded random weights, in eval mode.

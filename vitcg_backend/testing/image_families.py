@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,16 @@ def _sized(batch: int, noise: torch.Generator, size: tuple[int, int] = (32, 32))
     return {**_images(batch, noise, size), "image_sizes": torch.tensor(sizes).clamp(max=min(size))}
 
 
+_Call = TypeVar("_Call")
+
+
+def in_order_then_shuffled(calls: Sequence[_Call], rounds: int, seed: int) -> list[_Call]:
+    """Calls once in order, then `rounds` times each in a seeded order."""
+    again = [call for call in calls for _ in range(rounds)]
+    random.Random(seed).shuffle(again)
+    return [*calls, *again]
+
+
 @dataclass(frozen=True)
 class ImageFamily:
     """A family of towers that take one image a row.
@@ -87,9 +97,7 @@ class ImageFamily:
 
     def sequence(self, rounds: int = 2, seed: int = 0) -> list[int]:
         """The numbers of images once in order, then shuffled and repeated."""
-        again = [batch for batch in self.layouts for _ in range(rounds)]
-        random.Random(seed).shuffle(again)
-        return [*self.layouts, *again]
+        return in_order_then_shuffled(self.layouts, rounds, seed)
 
     def tower(self, *, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> nn.Module:
         """A tower of two narrow layers with seeded random weights, in eval mode.
