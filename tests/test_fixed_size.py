@@ -151,7 +151,7 @@ def test_two_image_sizes_and_results_that_share_memory() -> None:
     family, tower = make("dinov2")
     compiled = compile_tower(tower, token_budgets=[2])
     for step, (batch, size) in enumerate([(1, (32, 32)), (5, (16, 24)), (3, (32, 32)), (1, (16, 24)), (2, (32, 32))]):
-        inputs = family.inputs(tower, batch, seed=step, size=size)
+        inputs = {k: v.to(DEVICE) for k, v in family.inputs(tower, batch, seed=step, size=size).items()}
         assert_same(compiled, tower, inputs)
         with torch.no_grad():
             both = compiled(**inputs), tower(**inputs)

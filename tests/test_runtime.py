@@ -733,9 +733,11 @@ def test_b16_metadata_of_the_caller_is_eagers_or_eagers_error() -> None:
 
 
 @pytest.mark.parametrize("reason", ["segments_differ", "metadata_differs"])
-def test_a_layout_that_padding_changes_is_never_used(reason: str) -> None:
+@pytest.mark.parametrize("always", [False, True], ids=["by frame", "always"])
+def test_a_layout_that_padding_changes_is_never_used(reason: str, always: bool) -> None:
     """Windows that depend on all items, the dummy included, would cut real rows elsewhere, and so would positions: each such
-    layout is refused, though its check comes after the replay, and not computed again.
+    layout is refused, though its check comes after the replay, and not computed again. Where only what was put together from
+    frames is other, it is that which is not used again.
     """
     from vitcg_backend import layouts
 
@@ -745,10 +747,12 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str) -> None:
     original = layouts.LayoutCache._prologue
     runs = []
 
-    def moved(self: layouts.LayoutCache, args: object, layout: object, tail: object, total: int) -> tuple[torch.Tensor, ...]:
-        runs.append(total)
-        tensors = list(original(self, args, layout, tail, total))
-        for index, value in enumerate(tensors if tail else ()):
+    def moved(
+        self: layouts.LayoutCache, args: object, layout: object, tail: object, total: int, *, quick: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        runs.append((total, quick))
+        tensors = list(original(self, args, layout, tail, total, quick=quick))
+        for index, value in enumerate(tensors if quick or (tail and always) else ()):
             if index in self.segment_rows and reason == "segments_differ":
                 tensors[index] = torch.cat([value[:1], value[1:2] // 2, value[1:]])
             elif index not in self.segment_rows and reason == "metadata_differs":
@@ -759,8 +763,9 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str) -> None:
         patch.setattr(layouts.LayoutCache, "_prologue", moved)
         for _ in range(3):
             assert_same(compiled, tower, MIXED)
-    assert stats(tower).fallbacks == {reason: 3}
-    assert len(runs) == 3  # padded, real for the check, real for the uncaptured call
+    assert stats(tower).fallbacks == {reason: 3 if always else 1}
+    # Padded, real for the check, real for the uncaptured call; then once more without what was known of frames.
+    assert runs == [(256, True), (96, False), (96, False), (256, False), (96, False)]
     assert_same(compiled, tower, TWO_IMAGES)
     assert stats(tower).last.hit
 

@@ -4,9 +4,10 @@ The prologue runs on the real grid, or, for a bucket, on the real grid with dumm
 results are right for every row. A padded layout is checked before a result that it served is given out: segments and gathers
 must not cross from real rows to padded ones, and what belongs to a real row must be what the real grid alone gives.
 
-Where the prologue can run on the host it does, and its results go to the device in one copy. The check, which needs the
-prologue once more, then comes after the replay has been launched (`LayoutCache.check`): the device works meanwhile. It may,
-because the padded grid is a grid like any other: whatever the check finds, no index is out of bounds.
+Where the prologue can run on the host it does, from frames seen before (`prologue_by_frame`), and its results go to the
+device in one copy. The check, which needs the prologue itself, then comes after the replay has been launched
+(`LayoutCache.check`): the device works meanwhile. It may, because the padded grid is a grid like any other: whatever the check
+finds, no index is out of bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .passes.program import AttentionStep
 
-__all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit"]
+__all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit", "grid_tensor"]
 
 _LONGEST_TIERS = (64, 256, 1024, 8192)
 _MAX_LAYOUTS = 512
@@ -125,8 +126,9 @@ class LayoutCache:
         self._items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
         self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
-        self._host = body.host_prologue
+        self._host, self._quick = body.host_prologue, body.quick_prologue
         self._host_agrees: bool | None = None  # with the prologue on the device; not yet looked at
+        self._forms: list[tuple[int, str, list[tuple[int, int] | None]]] | None = None
 
     def __len__(self) -> int:
         return len(self._values)
@@ -145,7 +147,10 @@ class LayoutCache:
         if self.kernel is None or self.kernel.needs_longest:
             return
         self._shared.setdefault(bucket, []).append(bounds)
-        for key in [key for key in self._values if key[3] == bucket]:
+        self._drop(lambda key: key[3] == bucket)
+
+    def _drop(self, chosen: Callable[[Any], bool]) -> None:
+        for key in [key for key in self._values if chosen(key)]:
             self.num_bytes -= self._values.pop(key).num_bytes
 
     def get(
@@ -201,14 +206,16 @@ class LayoutCache:
             else:
                 tensors = self._prologue(args, layout, (), rows)
                 boundaries = self._boundaries(args, tensors, rows)
+            values.unchecked = None
             try:
                 self._check_closed(padded, lists, boundaries, rows)
                 self._check_equal(padded, tensors, rows)
             except Misfit as misfit:
                 values.misfit = misfit
+                if self._quick is not None:  # it may be at fault: from now on without it, and this layout once more
+                    self._quick = None
+                    self._drop(lambda key: True)
                 raise
-            finally:
-                values.unchecked = None
 
     def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
         unit = self.body.bound.symbols.unit
@@ -216,10 +223,11 @@ class LayoutCache:
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         device = args[self.body.bound.pixels].device
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._prologue(args, layout, tail, total)
+            quick = bucket is not None and self._quick is not None
+            tensors = self._prologue(args, layout, tail, total, quick=quick)
             lists = self._boundaries(args, tensors, total)
             values = self._with_segments(tensors, lists, rows, bucket)
-            if total == rows:
+            if total == rows and not quick:
                 values.boundaries = lists
             else:
                 values.unchecked = tensors, lists
@@ -233,15 +241,17 @@ class LayoutCache:
             values.ready.record(values.stream)
         return values
 
-    def _prologue(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> tuple[Tensor, ...]:
+    def _prologue(
+        self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int, *, quick: bool = False
+    ) -> tuple[Tensor, ...]:
         """Results of the prologue on a layout and a tail, where `_host` runs: on the host."""
         if self._host is not None and self._host_agrees is not True:
             device = args[self.body.bound.pixels].device.type
             self._host_agrees = device == "cpu" or self._agrees(args, layout, tail, total)
             if not self._host_agrees:
-                self._host = None
+                self._host = self._quick = None
         module = self.body.hoisted.prologue if self._host is None else self._host
-        return self._run(module, args, layout, tail, total)
+        return self._run(self._quick if quick and self._quick is not None else module, args, layout, tail, total)
 
     def _agrees(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> bool:
         """Whether the host gives what the device gives, on the first layout: the last word on `prologue_on_host`."""
@@ -261,13 +271,12 @@ class LayoutCache:
         bound = self.body.bound
         grid_items = None if layout is None else len(layout) + len(tail)
         n = total // bound.symbols.unit
-        host = module is self._host
+        host = module is not self.body.hoisted.prologue
         inputs = []
         for position in self.body.hoisted.prologue_inputs:
             node, value = bound.placeholders[position], args[position]
             if node.meta["role"] == Role.GRID and (host or tail):
-                device = "cpu" if host else value.device
-                value = torch.tensor([*layout, *tail], dtype=value.dtype, device=device)  # type: ignore[misc]
+                value = grid_tensor([*layout, *tail], value.dtype, torch.device("cpu") if host else value.device)  # type: ignore[misc]
             elif node.meta["role"] == Role.ITEMS:
                 value = value.cpu() if host else value
                 if tail:  # a merge size of 1 suits every dummy item
@@ -280,15 +289,21 @@ class LayoutCache:
 
     def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
         """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""
-        given = [(node, args[i]) for i, node in enumerate(self.body.bound.placeholders) if node.meta["role"] == Role.EXTRA]
-        made = [
-            pair for i, pair in enumerate(zip(self.body.hoisted.metadata, tensors, strict=True)) if self.body.program.reads(i)
-        ]
-        for node, tensor in (*made, *given):
-            for size, traced in zip(tensor.shape, node.meta["val"].shape, strict=True):
-                form = self.body.bound.symbols.linear(traced)
+        if self._forms is None:
+            self._forms = self._shapes_traced()
+        for place, name, forms in self._forms:
+            tensor = tensors[place] if place >= 0 else args[-place - 1]
+            for size, form in zip(tensor.shape, forms, strict=True):
                 if form is not None and size != form[0] * n + form[1]:
-                    raise Misfit("metadata_shape", f"{node.name} is {tuple(tensor.shape)} in a call of {n} tokens")
+                    raise Misfit("metadata_shape", f"{name} is {tuple(tensor.shape)} in a call of {n} tokens")
+
+    def _shapes_traced(self) -> list[tuple[int, str, list[tuple[int, int] | None]]]:
+        """Of each tensor that the pieces read, where it is (a result of the prologue, or -1 - argument), its name and sizes."""
+        body = self.body
+        extra = [(-1 - i, node) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.EXTRA]
+        made = [(i, node) for i, node in enumerate(body.hoisted.metadata) if body.program.reads(i)]
+        linear = body.bound.symbols.linear
+        return [(place, node.name, [linear(size) for size in node.meta["val"].shape]) for place, node in (*made, *extra)]
 
     def _boundaries(self, args: Sequence[Any], tensors: tuple[Tensor, ...], total: int) -> dict[int, list[int]]:
         """The values of each cu_seqlens, such as eager's attention takes: whole rows, no segment empty."""
@@ -351,6 +366,12 @@ class LayoutCache:
             if all(shared[index].admit(bounds) for index, bounds in exact.items()):
                 return shared
         return {index: _tiered(bounds, kernel) for index, bounds in exact.items()}
+
+
+def grid_tensor(layout: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A grid as a tensor. A copy to a GPU waits for nothing: what is queued there may take milliseconds."""
+    on_gpu = device.type == "cuda"
+    return torch.tensor(layout, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=True)
 
 
 def _tail_like(layout: Layout, tail: Layout) -> Layout:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["METADATA", "ShapeRule", "arity", "encode_constants", "register_function", "shape_rule", "spec_of"]
+__all__ = ["METADATA", "PROBES", "ShapeRule", "arity", "encode_constants", "register_function", "run", "shape_rule", "spec_of"]
 
-_PROBES = (
+PROBES = (
     ((1, 8, 8),),
     ((1, 8, 8), (1, 16, 8)),
     ((2, 16, 8),),
@@ -60,12 +60,17 @@ def _call(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str) -> 
     return _FUNCTIONS[key](grid, **arguments)
 
 
-@torch.library.custom_op("vitcg::metadata", mutates_args=())
-def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
+def run(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str) -> list[Tensor]:
+    """What the operator gives, without the operator: its dispatch takes longer than a small function."""
     outputs = _as_tensors(_call(key, grid, tensors, constants))
     # An operator's output may not be its input; a function that makes its tensors on the host leaves them there.
     home, given = _home(grid, tensors), {id(t) for t in (grid, *tensors)}
     return [output.clone() if id(output) in given else output.to(home).contiguous() for output in outputs]
+
+
+@torch.library.custom_op("vitcg::metadata", mutates_args=())
+def _metadata(key: str, grid: Tensor, tensors: Sequence[Tensor], constants: str, tokens: int | None = None) -> list[Tensor]:
+    return run(key, grid, tensors, constants)
 
 
 @_metadata.register_fake
@@ -153,7 +158,7 @@ def _learn(key: str, columns: int, specs: tuple[Spec, ...], constants: str, defa
     errors: list[str] = []
 
     def probe() -> None:
-        for rows in _PROBES:
+        for rows in PROBES:
             grid = torch.tensor(rows)[:, 3 - columns :].clone()
             extra = [
                 torch.full((len(rows),), 2, dtype=dtype) if shape is None else torch.zeros(shape, dtype=dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .bucketing import Layout
-from .layouts import LayoutCache, Misfit
+from .layouts import LayoutCache, Misfit, grid_tensor
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .planning import Part, Plan
@@ -71,7 +71,7 @@ class Parts:
             arguments[position] = rows[0] if len(rows) == 1 else torch.cat(rows, bound.pixel_axis)
         if bound.grid is not None:
             grid = args[bound.grid]
-            arguments[bound.grid] = torch.tensor(part.layout, dtype=grid.dtype, device=grid.device)
+            arguments[bound.grid] = grid_tensor(part.layout or (), grid.dtype, grid.device)
         for position, form in self._sizes:  # those that do not follow the tokens are the number of items
             tokens = part.rows // bound.symbols.unit
             arguments[position] = len(part.layout or ()) if form is None else form[0] * tokens + form[1]

@@ -109,6 +109,7 @@ class CompiledTower:
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self._parts = Parts(body, self._layouts)
         self.planner = Planner(options, bound.symbols.unit, self._parts.possible(), tokens_of_image(body))
+        self.watchers: list[Callable[[CompiledTower, Sequence[Any], Sequence[Any]], None]] = []  # told of each call
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._refused: dict[Any, str] = {}
         self._arena = Arena()
@@ -120,10 +121,22 @@ class CompiledTower:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Serve one call with the arguments of the Dynamo graph; results as the graph returns them."""
+        results = self.serve(args)
+        for watcher in self.watchers:
+            watcher(self, args, results)
+        return results
+
+    def state_of(self, args: Sequence[Any]) -> int:
+        """The number of a call's set of parameters, see `States`."""
+        with self._lock:
+            return self._states.number(args)
+
+    def serve(self, args: Sequence[Any], state: int | None = None) -> list[Any]:
+        """As a call of this object, for a caller who has taken `state_of` these arguments already."""
         ask = self._ask(args)
         results = None
         if ask.plan.parts:
-            results, ask = self._planned(args, ask)
+            results, ask = self._planned(args, ask, state)
         self._record(ask)
         if ask.reason is None:
             assert results is not None  # a call without a reason was replayed
@@ -189,36 +202,37 @@ class CompiledTower:
                 return f"{node.name} is on {node.meta['val'].device} and the pixels are on {self._device}"
         return None
 
-    def _planned(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
+    def _planned(self, args: Sequence[Any], ask: _Ask, state: int | None = None) -> tuple[list[Any] | None, _Ask]:
         """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
         with self._lock, self._order.on(args[self.body.bound.pixels].device):
+            state = self._states.number(args) if state is None else state
             if len(ask.plan.parts) > 1:
-                return self._in_parts(args, ask)
-            results, reason = self._replay(args, ask.plan.parts[0])
+                return self._in_parts(args, ask, state)
+            results, reason = self._replay(args, ask.plan.parts[0], state)
             return results, ask if reason is None else ask.because(reason)
 
-    def _in_parts(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
+    def _in_parts(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         try:
             joined = self._parts.joined(args, ask.layout, ask.rows, ask.plan)
         except Misfit as misfit:
             self.stats.refusals[misfit.reason] = str(misfit)
             self.planner.keep_whole(ask.layout)
             ask = _Ask(ask.layout, ask.rows, self._plan(ask.layout, ask.rows))
-            return self._planned(args, ask) if ask.plan.parts else (None, ask)
+            return self._planned(args, ask, state) if ask.plan.parts else (None, ask)
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
             log.info("metadata of %s: %s", ask.layout, error)
             return None, ask.because("invalid_grid")
         refused = None
         for part in ask.plan.parts:
             own = self._parts.cut(args, part)
-            results, reason = self._replay(own, part, borrow=True)
+            results, reason = self._replay(own, part, state, borrow=True)
             refused = refused or reason
             joined.add(part, self._uncaptured(own, part.layout, part.rows) if results is None else results)
         if self.planner.lacks(ask.rows):
             self.planner.learn_uncaptured(ask.layout, ask.rows, self._uncaptured_s(args, ask.layout, ask.rows))
         return joined.results, ask if refused is None else ask.because(refused)
 
-    def _replay(self, args: Sequence[Any], part: Part, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
+    def _replay(self, args: Sequence[Any], part: Part, state: int, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
         """One replay. With `borrow` the results are views of the static outputs."""
         try:
             values = self._layouts.get(args, part.layout, part.rows, part.bucket)
@@ -229,7 +243,7 @@ class CompiledTower:
             return None, "invalid_grid"
         if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
             return None, "over_max_frames"
-        key = (part.bucket, tuple(values.bounds.items()), self._states.number(args), _torch.numeric_state())
+        key = (part.bucket, tuple(values.bounds.items()), state, _torch.numeric_state())
         if key in self._refused:
             return None, self._refused[key]
         capture = self._captures.get(key)

@@ -1,7 +1,8 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
-On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`, `cut_tail`,
-`split_at_attention`. On each unique piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
+On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`,
+`prologue_by_frame`, `cut_tail`, `split_at_attention`. On each unique piece, at ATen level: the trace, `prove_padding`, the
+rewrites, Inductor.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .graph import Ineligible
 from .hoist_metadata import Hoisted, hoist_metadata
 from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
+from .prologue_by_frame import prologue_by_frame
 from .prologue_on_host import prologue_on_host
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
@@ -75,6 +77,7 @@ class CompiledBody:
     Attributes:
         hoisted: prologue and what it feeds.
         host_prologue: the prologue for a grid on the host, None where it has to run on the device.
+        quick_prologue: the same, put together from frames seen before; what it gives is to be compared with the former.
         program: the body.
         tail: what runs after it on the exact rows, None when the body is all.
         functions: for each unique piece of the program, what to call.
@@ -87,6 +90,7 @@ class CompiledBody:
 
     hoisted: Hoisted
     host_prologue: fx.GraphModule | None
+    quick_prologue: fx.GraphModule | None
     program: Program
     tail: Tail | None
     functions: list[PieceFunction]
@@ -147,7 +151,8 @@ def compile_body(
     dump("bind_tokens", bound.gm)
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)
-    host_prologue = prologue_on_host(hoisted)
+    on_host = prologue_on_host(hoisted)
+    quick = None if on_host is None else prologue_by_frame(on_host)
     tail = cut_tail(hoisted)
     if tail is not None:
         dump("tail", tail.gm)
@@ -174,7 +179,7 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, host_prologue, program, tail, functions, checked, refusal, limits, decisions, checks)
+    return CompiledBody(hoisted, on_host, quick, program, tail, functions, checked, refusal, limits, decisions, checks)
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:

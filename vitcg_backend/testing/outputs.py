@@ -56,6 +56,9 @@ def reference_float64(tower: nn.Module, *args: Any, **kwargs: Any) -> Any:
         **kwargs: the same.
     """
     exact = copy.deepcopy(getattr(tower, "_orig_mod", tower)).double()  # _orig_mod: what torch.compile wraps
+    for module in exact.modules():  # a plain tensor is no parameter and no buffer: `double` leaves it alone
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_floating_point()}
+        vars(module).update({k: v.double() for k, v in plain.items()})
     args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
     with torch.no_grad(), _KeepFloat64():
         return exact(*args, **kwargs)

@@ -1,0 +1,243 @@
+"""fast_lane: calls that go round Dynamo, compared with eager on sequences; what is looked at, and what has no lane."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from common import DEVICE, IMAGE, LAYOUTS, MIXED, TOWERS, TWO_IMAGES, VIDEO, assert_equal, compile_tower, run, stats, tiny_tower
+from torch import Tensor, nn
+
+import vitcg_backend
+from vitcg_backend import testing
+
+
+def make(name: str = "qwen3_vl", **kwargs: Any) -> tuple[nn.Module, vitcg_backend.FastLane]:
+    """A tiny tower and a lane to it."""
+    tower = tiny_tower(name, depth=1, **kwargs)
+    return tower, vitcg_backend.fast_lane(compile_tower(tower))
+
+
+def assert_same(
+    lane: vitcg_backend.FastLane, tower: nn.Module, layout: Any, seed: int = 0, *, exact: bool = True
+) -> list[Tensor]:
+    """One call, equal to eager; its output tensors."""
+    pixels, grid = testing.make_inputs(tower, tuple(layout), seed=seed)
+    with torch.no_grad():
+        output, expected = lane(pixels, grid_thw=grid), tower(pixels, grid_thw=grid)
+        assert type(output) is type(expected)
+        assert_equal(output, expected, tower, pixels, grid_thw=grid, exact=exact)
+    return testing.flatten(output)
+
+
+def dynamos(tower: nn.Module, call: Callable[[], Any]) -> int:
+    """How often `call` has reached a graph of the tower through Dynamo."""
+    from vitcg_backend.backend import live_towers
+
+    seen: list[Any] = []
+    parts = live_towers(tower)
+    for part in parts:
+        part.watchers.append(lambda *what: seen.append(what))
+    call()
+    for part in parts:
+        part.watchers.pop()
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_layouts_in_any_order(name: str) -> None:
+    """Shuffled and repeated layouts: eager's output, results stay as they were, every call counted and none through Dynamo."""
+    tower, lane = make(name)
+    order = [layout for layout in LAYOUTS for _ in range(3)]
+    random.Random(0).shuffle(order)
+    for layout in order[:2]:  # traced, then watched
+        assert_same(lane, tower, layout)
+    before, held = stats(tower).calls, []
+
+    def sequence() -> None:
+        for step, layout in enumerate(order):
+            outputs = assert_same(lane, tower, layout, seed=step)
+            held.append((outputs, [t.clone() for t in outputs]))
+
+    assert dynamos(tower, sequence) == 0
+    assert not lane.refusals
+    assert stats(tower).calls == before + len(order)
+    assert stats(tower).graphs == 1
+    assert all(torch.equal(now, then) for outputs, copies in held for now, then in zip(outputs, copies, strict=True))
+
+
+def _in_place(tower: nn.Module) -> None:
+    tower.blocks[0].mlp.linear_fc1.weight.mul_(1.5)
+
+
+def _data(tower: nn.Module) -> None:
+    for p in tower.parameters():
+        p.data = p.data * 1.25
+
+
+def _transposed(tower: nn.Module) -> None:
+    tower.blocks[0].attn.proj.weight.data = tower.blocks[0].attn.proj.weight.data.t()
+
+
+def _dtype(tower: nn.Module) -> None:
+    tower.to(torch.float64)
+
+
+def _there_and_back(tower: nn.Module) -> None:
+    tower.to(torch.float64).to(torch.float32)
+
+
+def _load(tower: nn.Module) -> None:
+    tower.load_state_dict({k: v * 0.75 for k, v in tower.state_dict().items()})
+
+
+def _train(tower: nn.Module) -> None:
+    tower.train()
+
+
+def test_what_is_seen() -> None:
+    """Each edit shows in the very next call of the lane, and in those after it."""
+    tower, lane = make()
+    for edit in (None, _in_place, _load, _data, _there_and_back, _transposed, _train, _dtype):
+        before, captures = testing.flatten(run(tower, IMAGE)), stats(tower).captures
+        if edit is not None:
+            with torch.no_grad():
+                edit(tower)
+        same = [torch.equal(a, b) for a, b in zip(before, testing.flatten(run(tower, IMAGE)), strict=True)]
+        assert all(same) == (edit in (None, _there_and_back, _train)), edit
+        for seed, layout in enumerate((IMAGE, MIXED, IMAGE)):
+            assert_same(lane, tower, layout, seed=seed, exact=edit is not _transposed)
+        if edit in (_data, _transposed, _there_and_back):  # what was captured reads the memory of the old ones
+            assert stats(tower).captures > captures
+        if edit in (None, _in_place, _load, _data):
+            assert dynamos(tower, lambda: assert_same(lane, tower, IMAGE)) == 0
+
+
+def test_modes_and_arguments_alternate() -> None:
+    """Dtypes of the pixels, autocast, inference mode, gradients, positional arguments and other keywords, in turns."""
+    tower, lane = make("qwen2_vl")
+    pixels, grid = testing.make_inputs(tower, TWO_IMAGES)
+    autocast = {"device_type": DEVICE, "dtype": torch.bfloat16}
+
+    def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return lane(*args, **kwargs), tower(*args, **kwargs)
+
+    for _ in range(3):
+        with torch.no_grad():
+            for given in (pixels, pixels.double(), pixels.t().contiguous().t()):
+                assert_equal(*both(given, grid_thw=grid), tower, given, grid_thw=grid)
+            assert_equal(*both(pixels, grid), tower, pixels, grid)
+            assert_equal(*both(grid_thw=grid, hidden_states=pixels), tower, pixels, grid)
+            with torch.autocast(**autocast):
+                ours, theirs = both(pixels, grid)
+            torch.testing.assert_close(ours.pooler_output, theirs.pooler_output, rtol=0.05, atol=0.05)
+            assert ours.pooler_output.dtype == theirs.pooler_output.dtype
+        with torch.inference_mode():
+            ours, theirs = both(pixels, grid)
+            assert ours.pooler_output.is_inference() == theirs.pooler_output.is_inference()
+        ours, theirs = both(pixels, grid)
+        assert ours.pooler_output.requires_grad
+        ours.pooler_output.sum().backward()
+    assert not lane.refusals
+
+
+def test_bad_calls_raise_eagers_error() -> None:
+    """A grid that is not of these pixels, no pixels at all, a missing argument: eager's type of error; good calls stay good."""
+    tower, lane = make()
+    for _ in range(3):
+        assert_same(lane, tower, IMAGE)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    bad = [
+        ((pixels[:12], grid), {}),
+        ((pixels[:15], grid), {}),
+        ((pixels[:0], grid), {}),
+        ((pixels,), {}),
+        ((pixels, grid * 3), {}),
+    ]
+    for args, kwargs in bad:
+        with torch.no_grad():
+            with pytest.raises(Exception) as theirs:
+                tower(*args, **kwargs)
+            with pytest.raises(Exception) as ours:
+                lane(*args, **kwargs)
+        assert isinstance(ours.value, RuntimeError) == isinstance(theirs.value, RuntimeError)
+        assert_same(lane, tower, IMAGE)
+
+
+def test_what_has_no_lane() -> None:
+    """Hooks, tensors given twice and arguments in containers: served by the compiled tower, with the reason kept."""
+    tower, lane = make()
+    kept: list[Any] = []
+    handle = tower.blocks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    for _ in range(4):
+        kept.clear()
+        assert_same(lane, tower, IMAGE)
+        assert len(kept) >= 2
+    assert any("hooks" in why for why in lane.refusals.values())
+    handle.remove()
+    lane.forget()
+    for layout in (IMAGE, MIXED, IMAGE):
+        assert_same(lane, tower, layout)
+    assert not lane.refusals
+    assert dynamos(tower, lambda: assert_same(lane, tower, IMAGE)) == 0
+
+
+class Rows(nn.Module):
+    """A tower that reports how many rows it had."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> dict[str, Any]:
+        """The result of the tower, and a number."""
+        return {"out": self.tower(pixels, grid_thw=grid_thw).pooler_output, "rows": pixels.shape[0]}
+
+
+def test_numbers_in_the_output_follow_the_rows() -> None:
+    """An output with a number made from a size is never served from a lane."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    lane = vitcg_backend.fast_lane(compile_tower(Rows(tower)))
+    with torch.no_grad():
+        for layout in (IMAGE, MIXED, VIDEO, IMAGE, TWO_IMAGES):
+            pixels, grid = testing.make_inputs(tower, layout)
+            assert lane(pixels, grid_thw=grid)["rows"] == len(pixels)
+
+
+def test_two_towers_of_one_class() -> None:
+    """A, B, A, B through lanes of their own, which share a graph; then B's lane after A is gone."""
+    towers = [tiny_tower("qwen3_vl", depth=1, seed=seed) for seed in (1, 2)]
+    lanes = [vitcg_backend.fast_lane(compile_tower(tower)) for tower in towers]
+    for step in range(8):
+        assert_same(lanes[step % 2], towers[step % 2], (IMAGE, MIXED)[step % 3 % 2], seed=step)
+    del lanes[0]
+    third = copy.deepcopy(towers.pop(0))
+    assert_same(lanes[0], towers[0], IMAGE)
+    assert_same(vitcg_backend.fast_lane(compile_tower(third)), third, IMAGE)
+
+
+def test_reset_in_between() -> None:
+    """After `torch._dynamo.reset()` calls are served, and captured anew."""
+    tower, lane = make()
+    for _ in range(3):
+        assert_same(lane, tower, IMAGE)
+    torch._dynamo.reset()
+    for layout in (IMAGE, MIXED, IMAGE):
+        assert_same(lane, tower, layout)
+
+
+def test_a_module_compiled_in_place_and_what_is_none() -> None:
+    """``tower.compile(backend="vitcg")`` has a lane; a tower that is not compiled has none."""
+    tower = tiny_tower("qwen3_vl", depth=1)
+    twin = copy.deepcopy(tower)
+    with pytest.raises(TypeError, match=r"fast_lane\(\) takes a compiled tower"):
+        vitcg_backend.fast_lane(tower)
+    tower.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    lane = vitcg_backend.fast_lane(tower)
+    for layout in (IMAGE, MIXED, IMAGE, VIDEO):
+        assert_same(lane, twin, layout)
+    assert dynamos(tower, lambda: assert_same(lane, twin, IMAGE)) == 0

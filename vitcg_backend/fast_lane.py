@@ -1,0 +1,249 @@
+"""Calls of a compiled tower that go round Dynamo: ``lane = fast_lane(tower)``, then ``lane(pixel_values, grid_thw=grid)``.
+
+Dynamo looks at every module of a tower and gathers every parameter of it in each call, which takes several times as long as
+all else that the host does for a replay. The user of a lane promises that the tower's modules stay as they are. What can
+still change from call to call is looked at: shapes and dtypes of the arguments, modes, addresses and layouts of the parameters.
+
+::
+
+    call ─▶ kind of call (names, dtypes, fixed sizes, modes) ─▶ route known? ─▶ parameters as they were? ─▶ runtime ─▶ output
+                                                             └▶ the compiled tower, watched: a route for the next call
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _torch
+from .backend import live_towers
+from .passes.graph import Role
+from .runtime import CompiledTower
+
+__all__ = ["FastLane", "fast_lane"]
+
+_MAX_ROUTES = 64
+
+
+def fast_lane(tower: nn.Module) -> FastLane:
+    """A function that calls a compiled tower without Dynamo's guards.
+
+    Use it where a tower is served and nothing is done to its modules. After hooks, submodules, parameters or attributes have
+    been added, replaced or taken away, `FastLane.forget` the routes, or make another lane: until then calls are served with
+    those that the lane has seen. These are seen without it: weights edited in place, loaded by ``load_state_dict`` or moved
+    through ``.data`` (``tower.to(...)``), ``train()`` and ``eval()``, autocast, grad mode, and every kind of argument.
+
+    Args:
+        tower: what `torch.compile` with ``backend="vitcg"`` returned, or a module after ``.compile(backend="vitcg")``.
+
+    Raises:
+        TypeError: `tower` is no compiled module.
+    """
+    compiled = isinstance(tower, nn.Module) and (
+        hasattr(tower, "_orig_mod") or getattr(tower, "_compiled_call_impl", None) is not None
+    )
+    if not compiled:
+        raise TypeError(
+            "fast_lane() takes a compiled tower, torch.compile(tower, backend='vitcg'); "
+            f"got {type(tower).__name__} {tower!r:.60}."
+        )
+    return FastLane(tower)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How a kind of call is served without Dynamo.
+
+    Attributes:
+        callee: the graph that serves it.
+        template: its arguments: parameters and buffers as they are, None for what each call brings.
+        leaves: (position of an argument, which leaf of the call's arguments it is).
+        sizes: (position of an argument, (factor, rest) of a size that follows the tokens, None for the number of items).
+        state: the number of its parameters.
+        results: which result of the graph each leaf of the output is, None for `constants`.
+        constants: leaves of the output that are the same in each call.
+        spec: structure of the output.
+    """
+
+    callee: CompiledTower
+    template: list[Any]
+    leaves: list[tuple[int, int]]
+    sizes: list[tuple[int, tuple[int, int] | None]]
+    state: int
+    results: list[int | None]
+    constants: list[Any]
+    spec: Any
+
+
+class FastLane:
+    """See `fast_lane`.
+
+    Attributes:
+        tower: the compiled tower.
+        refusals: kind of call -> why it has no route; such calls are served by the compiled tower.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        self.tower = tower
+        self.refusals: dict[Any, str] = {}
+        self._module: nn.Module = getattr(tower, "_orig_mod", tower)
+        self._routes: dict[Any, _Route] = {}
+
+    def forget(self) -> None:
+        """Look at the tower once more: its modules have changed."""
+        self._routes.clear()
+        self.refusals.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The tower's output. Raises what the tower raises."""
+        given = (*args, *kwargs.values())
+        kind = self._kind(len(args), kwargs, given)
+        route = self._routes.get(kind) if kind is not None else None
+        if route is not None:
+            arguments = _arguments(route, given)
+            if arguments is not None:
+                return _output(route, route.callee.serve(arguments, route.state))
+            del self._routes[kind]  # another set of parameters: Dynamo may have another graph for them
+        return self._watched(kind, given, args, kwargs)
+
+    def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
+        """What tells calls apart, None where that is not known."""
+        described = [_described(value) for value in given]
+        if torch.is_grad_enabled() or None in described or len(set(map(id, given))) < len(given):
+            return None
+        modes = torch.is_inference_mode_enabled(), self._module.training, _torch.ambient_state()
+        return positional, tuple(kwargs), tuple(described), modes
+
+    def _watched(self, kind: Any, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the compiled tower; where one graph alone has served it, the route for the next of its kind."""
+        parts = live_towers(self._module)
+        if kind is None or kind in self.refusals or not parts:
+            return self.tower(*args, **kwargs)
+        seen: list[tuple[CompiledTower, Sequence[Any], Sequence[Any]]] = []
+        me = threading.get_ident()
+
+        inference = torch.is_inference_mode_enabled()
+        modes: set[bool] = set()
+
+        def watch(callee: CompiledTower, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+            if threading.get_ident() == me:
+                seen.append((callee, arguments, results))
+                modes.add(torch.is_inference_mode_enabled())
+
+        for part in parts:
+            part.watchers.append(watch)
+        try:
+            output = self.tower(*args, **kwargs)
+        finally:
+            for part in parts:
+                part.watchers.remove(watch)
+        if not seen:  # traced just now, or on the ordinary path
+            return output
+        try:
+            if len(seen) > 1:
+                raise _NoRoute(f"it is served by {len(seen)} graphs, a lane needs one")
+            if modes != {inference}:
+                raise _NoRoute("the tower enters inference mode by itself")
+            hooked = next((name for name, m in self._module.named_modules() if m._forward_hooks or m._forward_pre_hooks), None)
+            if hooked is not None:
+                raise _NoRoute(f"module {hooked!r} has hooks, and what they do besides the output would be left out")
+            route = _route(*seen[0], given, output)
+        except _NoRoute as error:
+            self._refuse(kind, str(error))
+            return output
+        if len(self._routes) >= _MAX_ROUTES:
+            self._routes.pop(next(iter(self._routes)))
+        self._routes[kind] = route
+        return output
+
+    def _refuse(self, kind: Any, why: str) -> None:
+        if len(self.refusals) < _MAX_ROUTES:
+            self.refusals[kind] = why
+        _torch.log.info("no fast lane for a kind of call: %s", why)
+
+
+class _NoRoute(Exception):
+    """Why a call has no route."""
+
+
+def _described(value: Any) -> Any:
+    """What Dynamo would look at of an argument, apart from the number of its rows; None for what no lane knows."""
+    if isinstance(value, Tensor):
+        few = value.dim() > 2 and value.shape[0] < 2  # a batch of one image is special to Dynamo
+        laid = value.is_contiguous() or value.stride()
+        return type(value), value.dtype, value.device, value.shape[1:], value.dim(), few, laid
+    return (type(value), value) if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _route(
+    callee: CompiledTower, arguments: Sequence[Any], results: Sequence[Any], given: Sequence[Any], output: Any
+) -> _Route:
+    """The route of a call that `callee` has served.
+
+    Raises:
+        _NoRoute: some argument or some part of the output is neither the caller's nor the graph's.
+    """
+    body = callee.body
+    template, leaves, sizes = list(arguments), [], []
+    for position, (node, value) in enumerate(zip(body.bound.placeholders, arguments, strict=True)):
+        role = node.meta["role"]
+        if role == Role.STATE:
+            continue
+        template[position] = None
+        if role == Role.SIZE:
+            sizes.append((position, body.bound.symbols.linear(node.meta["val"])))
+            continue
+        leaf = next((i for i, g in enumerate(given) if g is value), None)
+        if leaf is None:
+            raise _NoRoute(f"{node.name} is not an argument of the call")
+        leaves.append((position, leaf))
+    if body.bound.pixel_axis != 0:
+        raise _NoRoute("rows are not the first axis of the pixels")
+    flat, spec = pytree.tree_flatten(output)
+    places: list[int | None] = []
+    for leaf in flat:
+        if leaf is not None and not isinstance(leaf, (Tensor, bool, str)):  # a number may follow the rows
+            raise _NoRoute(f"the output holds a {type(leaf).__name__}")
+        places.append(next((i for i, r in enumerate(results) if r is leaf), None) if isinstance(leaf, Tensor) else None)
+        if isinstance(leaf, Tensor) and places[-1] is None:
+            raise _NoRoute("a tensor of the output is made outside of the graph")
+    constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
+    route = _Route(callee, template, leaves, sizes, callee.state_of(arguments), places, constants, spec)
+    again = _filled(route, given)
+    if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):
+        raise _NoRoute("a size in the graph is neither a number of tokens nor the number of items")
+    return route
+
+
+def _filled(route: _Route, given: Sequence[Any]) -> list[Any]:
+    """The graph's arguments for a call."""
+    arguments = list(route.template)
+    bound = route.callee.body.bound
+    for position, leaf in route.leaves:
+        arguments[position] = given[leaf]
+    tokens = arguments[bound.pixels].shape[0] // (bound.pixels_per_row * bound.symbols.unit)
+    items = 0 if bound.grid is None else len(arguments[bound.grid])
+    for position, form in route.sizes:
+        arguments[position] = items if form is None else form[0] * tokens + form[1]
+    return arguments
+
+
+def _arguments(route: _Route, given: Sequence[Any]) -> list[Any] | None:
+    """The graph's arguments for a call; None where its parameters are not those of the route, or rows are no whole tokens."""
+    arguments = _filled(route, given)
+    bound = route.callee.body.bound
+    rows = arguments[bound.pixels].shape[0]
+    if rows == 0 or rows % (bound.pixels_per_row * bound.symbols.unit):
+        return None
+    return arguments if route.callee.state_of(arguments) == route.state else None
+
+
+def _output(route: _Route, results: Sequence[Any]) -> Any:
+    leaves = [c if place is None else results[place] for place, c in zip(route.results, route.constants, strict=True)]
+    return pytree.tree_unflatten(leaves, route.spec)
