@@ -169,7 +169,7 @@ class Bench:
             if not variant.startswith("vitcg"):
                 fields = {key: value for key, value in sizes.items() if key.startswith("num_")}
             self.recorder.add(towers.name, call, variant, "latency", [ms for ms, _ in pairs], **fields)
-            if variant == "vitcg_call":
+            if variant in ("vitcg_call", "vitcg_lane"):
                 self.recorder.add(towers.name, call, variant, "host_us", [us for _, us in pairs], **fields)
         medians = {variant: round(quantile([ms for ms, _ in pairs], 0.5), 3) for variant, pairs in samples.items()}
         self.say(f"{towers.name} {call} ({sizes['num_patches']} patches): {medians}")

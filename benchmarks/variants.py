@@ -12,6 +12,7 @@ from typing import Any
 import flash
 import torch
 
+import vitcg_backend
 from vitcg_backend import testing
 from vitcg_backend.backend import live_towers, replay_of
 
@@ -20,7 +21,7 @@ __all__ = ["ISOLATED", "VARIANTS", "Case", "Towers", "within_budget"]
 # torch.compile breaks a tower into dozens of graphs and compiles them for minutes: these two run in a process of their
 # own, which can be ended at a time limit.
 ISOLATED = ("compile", "reduce_overhead")
-VARIANTS = ("eager_sdpa", "eager_flash", "opbyop_graph", "vitcg_replay", "vitcg_call", "vitcg_unseen", *ISOLATED)
+VARIANTS = ("eager_sdpa", "eager_flash", "opbyop_graph", "vitcg_replay", "vitcg_call", "vitcg_lane", "vitcg_unseen", *ISOLATED)
 
 Runner = Callable[[], Any]
 
@@ -78,6 +79,11 @@ class Towers:
         return torch.compile(self.eager, backend="vitcg")
 
     @cached_property
+    def lane(self) -> vitcg_backend.FastLane:
+        """The same tower, called round Dynamo."""
+        return vitcg_backend.fast_lane(self.vitcg)
+
+    @cached_property
     def stock(self) -> Any:
         """The tower compiled by Inductor, as `torch.compile` does by default."""
         return torch.compile(self.eager)
@@ -88,7 +94,7 @@ class Towers:
         return torch.compile(self.eager, mode="reduce-overhead")
 
     def _unseen(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
-        """A call whose layout has not been seen before: what is known of layouts is forgotten."""
+        """A call whose layout has not been seen before, of frames that have: what is known of layouts is forgotten."""
         for part in live_towers(self.eager):
             part.forget_layouts()
         return self.vitcg(pixels, grid)
@@ -112,6 +118,8 @@ class Towers:
             return _captured(lambda: self.flash(pixels, grid, **given), self.device)
         if variant == "vitcg_call":
             return lambda: self.vitcg(pixels, grid)
+        if variant == "vitcg_lane":
+            return lambda: self.lane(pixels, grid)
         if variant == "vitcg_unseen":
             return lambda: self._unseen(pixels, grid)
         if variant == "vitcg_replay":
