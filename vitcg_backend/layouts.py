@@ -128,7 +128,7 @@ class LayoutCache:
         self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
         self._host, self._quick = body.host_prologue, body.quick_prologue
         self._host_agrees: bool | None = None  # with the prologue on the device; not yet looked at
-        self._forms: list[tuple[int, str, list[tuple[int, int] | None]]] | None = None
+        self._traced: _Traced | None = None
 
     def __len__(self) -> int:
         return len(self._values)
@@ -204,7 +204,9 @@ class LayoutCache:
                 exact = self.get(args, layout, rows, None)
                 tensors, boundaries = exact.tensors, exact.boundaries
             else:
-                tensors = self._prologue(args, layout, (), rows)
+                # Of one frame the functions' results are kept as they are: put together or not is the same.
+                alone = layout is not None and len(layout) == 1 and self._quick is not None and layout[0][:-2] in ((), (1,))
+                tensors = self._prologue(args, layout, (), rows, quick=alone)
                 boundaries = self._boundaries(args, tensors, rows)
             values.unchecked = None
             try:
@@ -273,37 +275,31 @@ class LayoutCache:
         n = total // bound.symbols.unit
         host = module is not self.body.hoisted.prologue
         inputs = []
-        for position in self.body.hoisted.prologue_inputs:
-            node, value = bound.placeholders[position], args[position]
-            if node.meta["role"] == Role.GRID and (host or tail):
+        for position, role, form in self._facts().inputs:
+            value = args[position]
+            if role == Role.GRID and (host or tail):
                 value = grid_tensor([*layout, *tail], value.dtype, torch.device("cpu") if host else value.device)  # type: ignore[misc]
-            elif node.meta["role"] == Role.ITEMS:
+            elif role == Role.ITEMS:
                 value = value.cpu() if host else value
                 if tail:  # a merge size of 1 suits every dummy item
                     value = torch.cat([value, value.new_ones(len(tail))])
-            elif node.meta["role"] == Role.SIZE:
-                form = bound.symbols.linear(node.meta["val"])
+            elif role == Role.SIZE:
                 value = grid_items if form is None else form[0] * n + form[1]
             inputs.append(value)
         return tuple(module(*inputs))
 
     def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
         """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""
-        if self._forms is None:
-            self._forms = self._shapes_traced()
-        for place, name, forms in self._forms:
+        for place, name, forms in self._facts().shapes:
             tensor = tensors[place] if place >= 0 else args[-place - 1]
             for size, form in zip(tensor.shape, forms, strict=True):
                 if form is not None and size != form[0] * n + form[1]:
                     raise Misfit("metadata_shape", f"{name} is {tuple(tensor.shape)} in a call of {n} tokens")
 
-    def _shapes_traced(self) -> list[tuple[int, str, list[tuple[int, int] | None]]]:
-        """Of each tensor that the pieces read, where it is (a result of the prologue, or -1 - argument), its name and sizes."""
-        body = self.body
-        extra = [(-1 - i, node) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.EXTRA]
-        made = [(i, node) for i, node in enumerate(body.hoisted.metadata) if body.program.reads(i)]
-        linear = body.bound.symbols.linear
-        return [(place, node.name, [linear(size) for size in node.meta["val"].shape]) for place, node in (*made, *extra)]
+    def _facts(self) -> _Traced:
+        if self._traced is None:
+            self._traced = _Traced.of(self.body)
+        return self._traced
 
     def _boundaries(self, args: Sequence[Any], tensors: tuple[Tensor, ...], total: int) -> dict[int, list[int]]:
         """The values of each cu_seqlens, such as eager's attention takes: whole rows, no segment empty."""
@@ -333,14 +329,13 @@ class LayoutCache:
 
     def _check_equal(self, padded: tuple[Tensor, ...], exact: tuple[Tensor, ...], rows: int) -> None:
         """The contract of metadata: what belongs to a real row is the same with and without dummy items."""
-        symbols = self.body.bound.symbols
-        for index, (node, a, b) in enumerate(zip(self.body.hoisted.metadata, padded, exact, strict=True)):
-            if index in self.segment_rows or not self.body.program.reads(index):
+        for index, name, axis in self._facts().axes:
+            if index in self.segment_rows:
                 continue  # checked by their boundaries; handed out as the unpadded grid gives them
-            axes = token_axes(node.meta["val"], symbols)
-            real = a.narrow(axes[0], 0, b.shape[axes[0]]) if axes else a
+            a, b = padded[index], exact[index]
+            real = a if axis is None else a.narrow(axis, 0, b.shape[axis])
             if not torch.equal(real, b):
-                raise Misfit("metadata_differs", f"metadata {node.name} of {rows} real rows depends on the padding")
+                raise Misfit("metadata_differs", f"metadata {name} of {rows} real rows depends on the padding")
 
     def _with_segments(
         self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, bucket: Bucket | None
@@ -366,6 +361,34 @@ class LayoutCache:
             if all(shared[index].admit(bounds) for index, bounds in exact.items()):
                 return shared
         return {index: _tiered(bounds, kernel) for index, bounds in exact.items()}
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What was traced, in plain numbers: to ask sizes for them takes longer than all else for a small layout.
+
+    Attributes:
+        inputs: of each input of the prologue the position in the call, its role, and (c, d) where it is the size ``c * n + d``.
+        shapes: of each tensor that the pieces read where it is (a result of the prologue, or -1 - position), its name, and
+            (c, d) of each of its sizes.
+        axes: of each result of the prologue that the pieces read its index, its name, and its token axis.
+    """
+
+    inputs: list[tuple[int, str, tuple[int, int] | None]]
+    shapes: list[tuple[int, str, list[tuple[int, int] | None]]]
+    axes: list[tuple[int, str, int | None]]
+
+    @classmethod
+    def of(cls, body: CompiledBody) -> _Traced:
+        symbols, nodes = body.bound.symbols, body.bound.placeholders
+        inputs = [(p, nodes[p].meta["role"], nodes[p].meta["val"]) for p in body.hoisted.prologue_inputs]
+        extra = [(-1 - i, node) for i, node in enumerate(nodes) if node.meta["role"] == Role.EXTRA]
+        made = [(i, node) for i, node in enumerate(body.hoisted.metadata) if body.program.reads(i)]
+        return cls(
+            [(position, role, symbols.linear(val) if role == Role.SIZE else None) for position, role, val in inputs],
+            [(i, node.name, [symbols.linear(size) for size in node.meta["val"].shape]) for i, node in (*made, *extra)],
+            [(i, node.name, next(iter(token_axes(node.meta["val"], symbols)), None)) for i, node in made],
+        )
 
 
 def grid_tensor(layout: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
