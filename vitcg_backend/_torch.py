@@ -147,10 +147,8 @@ def current_trace() -> Any:
         return None
 
 
-def on_failed_trace(trace: Any, failed: Callable[[BaseException], None], ended: Callable[[], None]) -> None:
-    """Call `ended` when this trace ends for good, whatever ends it; a restart does not.
-
-    Before that, call `failed` with what ends it, unless that is Dynamo's own way of going on (a restart, a graph break) or an
+def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None:
+    """Call `failed` with what ends this trace, unless that is Dynamo's own way of going on (a restart, a graph break) or an
     error of a backend. It may raise `TraceRestart` in its place.
 
     `OutputGraph.call_cleanup_hooks` (torch/_dynamo/output_graph.py) runs in the ``finally`` of the trace
@@ -163,8 +161,6 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None], ended: 
         ours = isinstance(error, Exception) and not isinstance(error, expected)
         if ours and (is_data_dependent(error) or not isinstance(error, exc.Unsupported)):  # type: ignore[arg-type]
             failed(error)  # type: ignore[arg-type]  # an Exception, says the line above
-        if not isinstance(error, exc.RestartAnalysis):
-            ended()
 
     trace.output.add_cleanup_hook(hook)
 
@@ -251,7 +247,7 @@ def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:
 
     With `any_size` instead: every axis but that of the channels is dynamic, as far as the traced code lets it.
     """
-    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
+    _note_marked(tensor)
     if any_size:
         torch._dynamo.maybe_mark_dynamic(tensor, [axis for axis in range(tensor.dim()) if axis != 1 or tensor.dim() < 4])
         return
@@ -272,9 +268,30 @@ def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
     """
     mark = torch._dynamo.decorators.mark_unbacked if unbacked else torch._dynamo.maybe_mark_dynamic
     mark(tensor, axis)
-    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
+    _note_marked(tensor)
     # `torch._dynamo.mark_static` would act on the running trace instead: this is the attribute that it sets outside one.
     tensor._dynamo_static_indices = set(range(tensor.dim())) - {axis}  # type: ignore[attr-defined]
+
+
+_marked: list[Tensor] = []  # by the running compile: Dynamo compiles one frame at a time (`compile_lock`, convert_frame.py)
+
+
+def _note_marked(tensor: Tensor) -> None:
+    """Marks end with the compile that set them, however many traces it takes and whatever ends it.
+
+    A trace may be given up and begun again without coming to the call that marked, and Dynamo goes on with the tower's own
+    functions, each a compile of its own on the same tensors. `reset()` empties the handler (torch/_dynamo/callback.py).
+    """
+    tensor._vitcg_marked = True  # type: ignore[attr-defined]  # see clear_dynamic_marks
+    _marked.append(tensor)
+    handler = torch._dynamo.callback_handler
+    if _end_marks not in handler.end_callbacks:
+        handler.register_end_callback(_end_marks)
+
+
+def _end_marks(*_: Any) -> None:
+    while _marked:
+        clear_dynamic_marks(_marked.pop())
 
 
 def clear_dynamic_marks(tensor: Tensor) -> None:

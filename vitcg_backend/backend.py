@@ -21,7 +21,7 @@ from .attention import KERNELS, VarlenKernel, choose
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
-from .marking import clear_marks, steps_taken
+from .marking import steps_taken
 from .options import Options
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
@@ -59,7 +59,6 @@ def vitcg(
     """
     parsed = Options.parse(options, mode)
     lowering.install()
-    clear_marks()
     _torch.guard_on_hooks()
     counters = Stats(graphs=1, refusals=steps_taken())
     dump = Dump(parsed.dump_dir)

@@ -151,13 +151,7 @@ def _step_back_on_failure(trace: Any) -> None:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         refuse_batch("host_code", f"the tower's own code needs the number of images: {_torch.user_line(error) or text}")
 
-    rows = trace.speculation_log._vitcg_batch
-
-    def ended() -> None:
-        for tensor in rows:
-            _torch.clear_dynamic_marks(tensor)
-
-    _torch.on_failed_trace(trace, failed, ended)
+    _torch.on_failed_trace(trace, failed)
 
 
 def _name(node: fx.Node) -> str:

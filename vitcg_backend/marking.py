@@ -23,7 +23,7 @@ from torch import Tensor
 from . import _torch
 from .options import Options
 
-__all__ = ["clear_marks", "inputs_of", "is_grid", "is_refused", "mark_inputs", "refuse", "steps_taken"]
+__all__ = ["inputs_of", "is_grid", "is_refused", "mark_inputs", "refuse", "steps_taken"]
 
 log = _torch.log
 
@@ -96,13 +96,6 @@ def steps_taken() -> dict[str, str]:
     return {reason: text for reason, text in found.items() if text}
 
 
-def clear_marks() -> None:
-    """Take the marks off the caller's tensors once they have been traced: another backend may be given them next."""
-    trace = _torch.current_trace()
-    if trace is not None:
-        _unmark(trace)
-
-
 def _token_axis(tensor: Tensor, total: int) -> int | None:
     """The first axis as long as the grid's patches; for a batch of one, else an axis of whole patches side by side."""
     sizes = tuple(tensor.shape)
@@ -139,21 +132,14 @@ def _step_back_on_failure(trace: Any) -> None:
         steps._vitcg_refused = reason
         _restart(trace, f"vitcg: {reason}", error)
 
-    def ended() -> None:  # Dynamo may go on with the tower's own functions, each traced by itself, on the same tensors
-        _unmark(root)
-
-    _torch.on_failed_trace(trace, failed, ended)
+    _torch.on_failed_trace(trace, failed)
 
 
 def _restart(trace: Any, reason: str, error: BaseException | None = None) -> None:
-    _unmark(trace)  # unbacked rows are a hard error in the tower's own loops over the grid
+    for tensor in inputs_of(trace):
+        _torch.clear_dynamic_marks(tensor)  # unbacked rows are a hard error in the tower's own loops over the grid
     trace.speculation_log.clear()
     raise _torch.TraceRestart(reason) from error
-
-
-def _unmark(trace: Any) -> None:
-    for tensor in inputs_of(trace):
-        _torch.clear_dynamic_marks(tensor)
 
 
 def inputs_of(trace: Any) -> list[Tensor]:
