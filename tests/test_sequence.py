@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import vitcg_backend
 from vitcg_backend import capture, testing
 
-STEPS = int(os.environ.get("VITCG_STEPS", "250"))
+STEPS = int(os.environ.get("VITCG_STEPS", "1000"))
 Step = tuple[str, int]
 
 
@@ -33,23 +33,25 @@ class Machine:
         self.eager = [tiny_tower(name, depth=2, seed=seed) for seed in (1, 2)]
         options = {"token_budgets": [8, 16, 24, 48, 96], "memory_limit_mib": 1}
         self.compiled = [compile_tower(tower, **options) for tower in self.eager]
+        self.lanes = [vitcg_backend.fast_lane(tower) for tower in self.compiled]
         self.held: list[tuple[list[Tensor], list[Tensor]]] = []
-        self.fail_captures = False
+        self.fail_captures = 0
 
     def step(self, kind: str, seed: int) -> None:
         """Do one step; raises AssertionError where a result is not eager's."""
         getattr(self, kind)(random.Random(seed))
 
     def call(self, rng: random.Random) -> None:
-        """A call of one of the towers, in one of the modes."""
+        """A call of one of the towers or of its lane, in one of the modes."""
         which = rng.randrange(2)
         mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
         autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=rng.random() < 0.2)
         pixels, grid = testing.make_inputs(self.eager[which], layout(rng), seed=rng.randrange(1000))
         if rng.random() < 0.05:
             pixels = torch.full_like(pixels, float("nan"))
+        callee = rng.choice([self.compiled, self.lanes])[which]
         with mode(), autocast:
-            output = self.compiled[which](pixels, grid_thw=grid)
+            output = callee(pixels, grid_thw=grid)
             self.compare(output, self.eager[which](pixels, grid_thw=grid), which, pixels, grid)
         if rng.random() < 0.1:
             tensors = testing.flatten(output)
@@ -83,7 +85,8 @@ class Machine:
     @torch.no_grad()
     def edit(self, rng: random.Random) -> None:
         """Change weights or a buffer in one of the ways that people do."""
-        tower = self.eager[rng.randrange(2)]
+        which = rng.randrange(2)
+        tower = self.eager[which]
         parameter = rng.choice(list(tower.parameters()))
         factor = rng.choice([0.9, 1.1])
         way = rng.randrange(5)
@@ -94,8 +97,12 @@ class Machine:
         elif way == 2:
             module = rng.choice([m for m in tower.modules() if isinstance(m, nn.Linear)])
             module.weight = nn.Parameter(module.weight * factor)
+            self.lanes[which].forget()  # the one kind of edit that a lane has to be told of
         elif way == 3:
-            tower.load_state_dict({k: v * factor for k, v in tower.state_dict().items()}, assign=rng.random() < 0.5)
+            assign = rng.random() < 0.5
+            tower.load_state_dict({k: v * factor for k, v in tower.state_dict().items()}, assign=assign)
+            if assign:
+                self.lanes[which].forget()
         else:
             for buffer in tower.buffers():
                 buffer.mul_(factor)
@@ -118,8 +125,8 @@ class Machine:
         vitcg_backend.reset()
 
     def break_captures(self, rng: random.Random) -> None:
-        """From now on captures fail, or succeed again."""
-        self.fail_captures = not self.fail_captures
+        """The next captures fail: what they were for is refused until everything is given back."""
+        self.fail_captures = rng.randint(1, 2)
 
 
 def layout(rng: random.Random) -> tuple[tuple[int, int, int], ...]:
@@ -165,11 +172,12 @@ def shortest(steps: list[Step], fails: Callable[[list[Step]], bool], tries: int 
 
 @contextlib.contextmanager
 def failing_captures(machine: Machine) -> Any:
-    """Captures raise while the machine says so."""
+    """As many captures raise as the machine says."""
     original = capture.Capture.record
 
     def record(self: capture.Capture, args: Any, pool: Any) -> None:
         if machine.fail_captures:
+            machine.fail_captures -= 1
             raise RuntimeError("CUDA out of memory")
         original(self, args, pool)
 

@@ -99,6 +99,7 @@ class CompiledTower:
         self.body, self.kernel, self.options, self.stats = body, kernel, options, stats
         self._lowered = operators
         bound = body.bound
+        self._device: torch.device = bound.placeholders[bound.pixels].meta["val"].device
         roles = [node.meta["role"] for node in bound.placeholders]
         numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
         positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
@@ -190,10 +191,6 @@ class CompiledTower:
         if self.kernel is not None and not self.kernel.capturable and self._device.type == "cuda":
             return "attention_not_capturable"
         return None
-
-    @property
-    def _device(self) -> torch.device:
-        return self.body.bound.placeholders[self.body.bound.pixels].meta["val"].device
 
     def _state_elsewhere(self, positions: Sequence[int]) -> str | None:
         """A parameter or buffer on another device than the pixels: a graph would keep the value that it had at the capture."""
