@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from common import DEVICE, IMAGE, LAYOUTS, MIXED, TOWERS, TWO_IMAGES, VIDEO, assert_equal, compile_tower, run, stats, tiny_tower
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import vitcg_backend
 from vitcg_backend import testing
@@ -183,7 +185,30 @@ def test_what_has_no_lane() -> None:
     for layout in (IMAGE, MIXED, IMAGE):
         assert_same(lane, tower, layout)
     assert not lane.refusals
-    assert dynamos(tower, lambda: assert_same(lane, tower, IMAGE)) == 0
+    call = partial(assert_same, lane, tower, IMAGE)
+    assert dynamos(tower, call) == 0
+    with torch.compiler.set_stance("force_eager"):
+        before = stats(tower).calls
+        call()
+        assert stats(tower).calls == before
+    with Noting() as mode, torch.no_grad():
+        pixels, grid = testing.make_inputs(tower, IMAGE)
+        lane(pixels, grid_thw=grid)
+    assert any("linear" in str(function) for function in mode.seen)
+    assert dynamos(tower, call) == 0
+
+
+class Noting(TorchFunctionMode):
+    """Notes every function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function itself."""
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Rows(nn.Module):

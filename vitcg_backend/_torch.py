@@ -58,6 +58,7 @@ __all__ = [
     "guard_on_equal_rows",
     "guard_on_hooks",
     "guard_on_other_sizes",
+    "has_global_hooks",
     "has_values",
     "in_forward_ad",
     "is_data_dependent",
@@ -82,6 +83,7 @@ __all__ = [
     "traced_code",
     "unowned",
     "user_line",
+    "watched_by_modes",
 ]
 
 _MARKS = ("_dynamo_unbacked_indices", "_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices")
@@ -610,6 +612,22 @@ _SWITCHES = (
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode differentiation is open (torch/autograd/forward_ad.py, `_current_level`)."""
     return forward_ad._current_level >= 0
+
+
+def watched_by_modes() -> bool:
+    """Whether somebody looks at every operation (modes, transforms of torch.func), or has told Dynamo to stay out.
+
+    Sources: torch/utils/_python_dispatch.py, torch/overrides.py, torch/_functorch/pyfunctorch.py, and the stance of
+    `torch.compiler.set_stance` (torch/_dynamo/eval_frame.py).
+    """
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return bool(modes) or transformed or torch._dynamo.eval_frame._stance.stance != "default"
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks for all modules are registered (torch/nn/modules/module.py)."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------------------------

@@ -109,26 +109,27 @@ class FastLane:
             arguments = _arguments(route, given)
             if arguments is not None:
                 return _output(route, route.callee.serve(arguments, route.state))
-            del self._routes[kind]  # another set of parameters: Dynamo may have another graph for them
+            self._routes.pop(kind, None)  # another set of parameters: Dynamo may have another graph for them
         return self._watched(kind, given, args, kwargs)
 
     def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
         """What tells calls apart, None where that is not known."""
+        if torch.is_grad_enabled() or _torch.watched_by_modes():
+            return None
         described = [_described(value) for value in given]
-        if torch.is_grad_enabled() or None in described or len(set(map(id, given))) < len(given):
+        tensors = [id(value) for value in given if isinstance(value, Tensor)]
+        if None in described or len(set(tensors)) < len(tensors):
             return None
         modes = torch.is_inference_mode_enabled(), self._module.training, _torch.ambient_state()
         return positional, tuple(kwargs), tuple(described), modes
 
     def _watched(self, kind: Any, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the compiled tower; where one graph alone has served it, the route for the next of its kind."""
-        parts = live_towers(self._module)
-        if kind is None or kind in self.refusals or not parts:
+        parts = [] if kind is None or kind in self.refusals else live_towers(self._module)
+        if not parts:
             return self.tower(*args, **kwargs)
         seen: list[tuple[CompiledTower, Sequence[Any], Sequence[Any]]] = []
-        me = threading.get_ident()
-
-        inference = torch.is_inference_mode_enabled()
+        me, inference = threading.get_ident(), torch.is_inference_mode_enabled()
         modes: set[bool] = set()
 
         def watch(callee: CompiledTower, arguments: Sequence[Any], results: Sequence[Any]) -> None:
@@ -150,9 +151,10 @@ class FastLane:
                 raise _NoRoute(f"it is served by {len(seen)} graphs, a lane needs one")
             if modes != {inference}:
                 raise _NoRoute("the tower enters inference mode by itself")
-            hooked = next((name for name, m in self._module.named_modules() if m._forward_hooks or m._forward_pre_hooks), None)
-            if hooked is not None:
-                raise _NoRoute(f"module {hooked!r} has hooks, and what they do besides the output would be left out")
+            hooked = [type(m).__name__ for m in self.tower.modules() if m._forward_hooks or m._forward_pre_hooks]
+            if hooked or _torch.has_global_hooks():
+                which = hooked[0] if hooked else "every module"
+                raise _NoRoute(f"{which} has hooks, and what they do besides the output would be left out")
             route = _route(*seen[0], given, output)
         except _NoRoute as error:
             self._refuse(kind, str(error))
