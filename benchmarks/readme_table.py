@@ -1,6 +1,6 @@
-"""Write the results table of README.md from a file of `benchmarks/results/`.
+"""Write the results tables of README.md from files of `benchmarks/results/`: those of bench.py, and those of replay.py.
 
-python benchmarks/readme_table.py benchmarks/results/FILE.jsonl
+python benchmarks/readme_table.py benchmarks/results/FILE.jsonl [FILE.jsonl]
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from typing import Any
 README = Path(__file__).parent.parent / "README.md"
 COLUMNS = ("vitcg_call", "vitcg_lane", "vitcg_unseen", "vitcg_replay", "opbyop_graph", "eager_flash", "eager_sdpa")
 HEADS = ("vitcg, ms", "fast lane, ms", "new layout, ms", "graph alone, ms", "op by op graph", "eager, flash", "eager, sdpa")
+STREAMS = {
+    "vitcg_call": "vitcg, mean / p99 ms",
+    "pow2_greedy": "powers of two, greedy packing",
+    "reduce_overhead": "reduce-overhead",
+    "eager_sdpa": "eager, sdpa",
+}
 
 
 def table(path: Path) -> str:
@@ -33,12 +39,7 @@ def table(path: Path) -> str:
             own = variant.startswith("vitcg_")  # our own in ms, the others as multiples
             cells.append("" if row is None else f"{row['p50']:.2f}" if own else f"{row['p50'] / ours['p50']:.2f}x")
         lines.append(f"| {' | '.join(cells)} |")
-    first = rows[0]
-    lines += [
-        "",
-        f"{first['gpu']}, torch {first['torch']}, triton {first['triton']}, transformers {first['transformers']}, bfloat16, a "
-        f"matrix product at {first['matmul_tflops']:.0f} TFLOP/s; from `{path.name}`.",
-    ]
+    lines += ["", _source(path, rows[0])]
     for row in rows:
         if row["metric"] in ("cold_start_s", "memory_mib") and row["variant"] == "vitcg_call":
             what = "from nothing to the first result" if row["metric"] == "cold_start_s" else "added by all its captures"
@@ -47,12 +48,41 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
+def streams(path: Path) -> str:
+    """Markdown: one row a stream; mean and 99th percentile of a call in ms, and ours against each."""
+    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    latency = {(r["case"], r["variant"]): r for r in rows if r["metric"] == "latency"}
+    variants = [(v, head) for v, head in STREAMS.items() if any(v == variant for _, variant in latency)]
+    lines = [f"| stream | calls | {' | '.join(head for _, head in variants)} |", "|---" * (2 + len(variants)) + "|"]
+    for case in dict.fromkeys(case for case, _ in latency):
+        ours = latency.get((case, "vitcg_call"))
+        if ours is None:
+            continue
+        cells = [case, str(ours["n"])]
+        for variant, _ in variants:
+            row = latency.get((case, variant))
+            against = "" if row is ours or row is None else f", {row['mean'] / ours['mean']:.2f}x"
+            cells.append("" if row is None else f"{row['mean']:.1f} / {row['p99']:.1f}{against}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _source(path, rows[0])])
+
+
+def _source(path: Path, row: dict[str, Any]) -> str:
+    return (
+        f"{row['gpu']}, torch {row['torch']}, triton {row['triton']}, transformers {row['transformers']}, bfloat16, a "
+        f"matrix product at {row['matmul_tflops']:.0f} TFLOP/s; from `{path.name}`."
+    )
+
+
 def main() -> int:
     """Replace what stands between the markers in README.md."""
-    text = table(Path(sys.argv[1]))
     readme = README.read_text()
-    pattern = re.compile(r"(<!-- results:begin.*?-->\n).*?(<!-- results:end -->)", re.DOTALL)
-    README.write_text(pattern.sub(lambda m: f"{m[1]}{text}\n{m[2]}", readme))
+    for path in map(Path, sys.argv[1:]):
+        of_streams = '"pow2_greedy"' in path.read_text()
+        name, text = ("streams", streams(path)) if of_streams else ("results", table(path))
+        pattern = re.compile(rf"(<!-- {name}:begin.*?-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        readme = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", readme)  # type: ignore[misc]
+    README.write_text(readme)
     return 0
 
 
