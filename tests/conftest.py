@@ -34,10 +34,14 @@ def pytest_runtest_setup(item):
     pytest.skip("needs a CUDA device")
 
 
-def pytest_collection_finish(session):
-    """What the imports made stays: each full collection of garbage during a trace would walk through all of it."""
+@pytest.fixture(scope="module", autouse=True)
+def settled_heap():
+    """What imports and earlier tests have made stays: no collection walks through it again. Else each would take a second, and
+    a trace alone makes enough objects for a hundred of some kind.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 class _Kept(dict):

@@ -103,6 +103,7 @@ def test_b57_name_and_callable_are_one_backend() -> None:
     assert torch._dynamo.backends.registry.lookup_backend("vitcg") is vitcg_backend.vitcg
 
 
+@pytest.mark.usefixtures("own_pieces")
 def test_dump_dir_shows_each_pass(tmp_path: Path) -> None:
     """Numbered files for every stage, no pixel data, in a folder whose path has a space."""
     folder = tmp_path / "a dump"
@@ -125,6 +126,7 @@ def test_a_dump_dir_that_cannot_be_one_fails_when_given(tmp_path: Path) -> None:
             Options.parse({"dump_dir": str(wrong)})
 
 
+@pytest.mark.usefixtures("own_pieces")
 def test_b58_a_dump_that_cannot_be_written_only_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

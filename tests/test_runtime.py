@@ -328,10 +328,10 @@ def test_b22_empty_item_beside_a_real_one(name: str) -> None:
 
 
 def test_b29_tiny_and_thin_images() -> None:
-    """One token, a hundred of them, one very wide strip."""
+    """One token, forty of them, one very wide strip."""
     for name in TOWERS:
         tower = tiny_tower(name)
-        assert_sequence(compile_tower(tower), tower, (((1, 2, 2),), ((1, 2, 2),) * 100, ((1, 2, 200),)), rounds=2, exact=False)
+        assert_sequence(compile_tower(tower), tower, (((1, 2, 2),), ((1, 2, 2),) * 40, ((1, 2, 200),)), rounds=2, exact=False)
 
 
 def test_b57_options_do_not_leak_between_towers() -> None:
@@ -511,7 +511,7 @@ def test_random_numbers_are_drawn_anew() -> None:
 
 def test_other_backends_may_be_given_the_same_tensors() -> None:
     """No mark stays on a caller's tensors: another backend compiles the tower with them as if we had not."""
-    tower = tiny_tower("qwen3_vl", depth=2)
+    tower = tiny_tower("qwen3_vl", depth=1)
     pixels, grid = testing.make_inputs(tower, MIXED)
     with torch.no_grad():
         compile_tower(tower)(pixels, grid_thw=grid)
@@ -562,7 +562,7 @@ def test_b64_gradients_then_inference_then_gradients() -> None:
 
 def test_inference_mode_and_no_grad_alternate() -> None:
     """Pixels made in either mode, calls in either mode."""
-    tower = tiny_tower("qwen2_5_vl")
+    tower = tiny_tower("qwen2_5_vl", depth=1)
     compiled = compile_tower(tower)
     for made in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with made():
