@@ -49,10 +49,11 @@ check: $(READY)
 	 else echo "vitcg: ruff is not installed here, style is not checked"; fi
 	@if $(call has,mypy); then $(RUN) -m mypy; else echo "vitcg: mypy is not installed here, types are not checked"; fi
 
-# A test that hangs is ended after ten minutes, where pytest-timeout is installed.
+# A test that hangs is ended after ten minutes, where pytest-timeout is installed. The tests of a module stay in one process, as
+# far as the processes have enough to do: what one has compiled serves the next.
 tests: $(READY)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -q \
-	 $$($(call has,xdist) && echo "-n $(WORKERS)") $$($(call has,pytest_timeout) && echo "--timeout 600") $(PYTEST)
+	 $$($(call has,xdist) && echo "-n $(WORKERS) --dist worksteal") $$($(call has,pytest_timeout) && echo "--timeout 600") $(PYTEST)
 
 bench: $(READY)
 	@$(RUN) benchmarks/bench.py $(BENCH)

@@ -27,9 +27,11 @@ MIXED = ((1, 4, 4), (1, 4, 4), (2, 8, 4))
 LAYOUTS = (IMAGE, TWO_IMAGES, VIDEO, MIXED, ((1, 16, 16),), ((3, 12, 4), (1, 4, 8)))
 
 
-def tiny_tower(name: str, **kwargs: Any) -> nn.Module:
-    """`testing.tiny_tower` on the device of this run."""
-    return testing.tiny_tower(name, device=DEVICE, **kwargs)
+def tiny_tower(name: str, depth: int | None = 2, **kwargs: Any) -> nn.Module:
+    """`testing.tiny_tower` on the device of this run, by default of two blocks: that is each kind of block, and each piece but
+    those of further repetitions. ``depth=None`` is the depth of `testing.tiny_tower`, for what grows with it.
+    """
+    return testing.tiny_tower(name, depth=depth, device=DEVICE, **kwargs)
 
 
 def tensor(data: Any, **kwargs: Any) -> Tensor:

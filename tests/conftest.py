@@ -1,5 +1,6 @@
-"""What every test shares: the gpu marker, one thread, no network, a fresh Dynamo."""
+"""What every test shares: the gpu marker, one thread, no network, a fresh Dynamo, pieces that are compiled once."""
 
+import gc
 import logging
 import os
 
@@ -10,6 +11,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from vitcg_backend import backend
+
 REQUIRE_GPU = "VITCG_REQUIRE_GPU"
 
 
@@ -17,8 +20,9 @@ def pytest_configure(config):
     """One thread per test process: results do not depend on the machine, and the workers do not compete."""
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # float32 tests compare float32 arithmetic
-    # Otherwise the report of a failed test holds thousands of empty lines of torch's structured trace.
-    logging.getLogger("torch.__trace").propagate = False
+    # Pytest listens to each logger that does not propagate; torch writes its structured trace, every graph of every compile,
+    # where anybody listens.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_runtest_setup(item):
@@ -30,9 +34,39 @@ def pytest_runtest_setup(item):
     pytest.skip("needs a CUDA device")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def settled_heap():
+    """What imports and earlier tests have made stays: no collection walks through it again. Else each would take a second, and
+    a trace alone makes enough objects for a hundred of some kind.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
+class _Kept(dict):
+    """Compiled pieces by their keys, which a reset leaves."""
+
+    def clear(self):
+        """Keep them: to a tower of the next test they are what those of one tower are to another in the same process."""
+
+
+_KEPT = _Kept()
+
+
+@pytest.fixture
+def own_pieces(fresh_dynamo, monkeypatch):
+    """For tests of what is compiled: no piece that another test compiled."""
+    monkeypatch.setattr(backend._cache, "pieces", {})
+
+
 @pytest.fixture(autouse=True)
-def fresh_dynamo():
-    """No test sees what another compiled; `torch._dynamo.reset()` also calls the backend's own reset."""
+def fresh_dynamo(monkeypatch):
+    """No test sees what another traced or captured; `torch._dynamo.reset()` also calls the backend's own reset.
+
+    Pieces are shared by all towers of a process that have equal ones, so the tests of a process share them, too.
+    """
+    monkeypatch.setattr(backend._cache, "pieces", _KEPT)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

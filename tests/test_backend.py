@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from common import IMAGE, LAYOUTS, MIXED, VIDEO, assert_same, compile_tower, run
 
 import vitcg_backend
 from vitcg_backend import testing
+from vitcg_backend.debug import Dump
 from vitcg_backend.errors import AttentionUnavailable, OptionError, Refused, VitcgError
 from vitcg_backend.options import Options
 
@@ -101,25 +103,7 @@ def test_b57_name_and_callable_are_one_backend() -> None:
     assert torch._dynamo.backends.registry.lookup_backend("vitcg") is vitcg_backend.vitcg
 
 
-def test_late_import_and_reset_before_the_first_compile() -> None:
-    """The backend loaded before transformers' files, and Dynamo reset in between, still lowers the first compile."""
-    script = textwrap.dedent(
-        """
-        import torch, vitcg_backend.backend
-        torch._dynamo.reset()
-        from vitcg_backend import testing
-        tower = testing.tiny_tower("qwen3_vl", attn_implementation="eager")
-        compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager"}, fullgraph=True)
-        with torch.no_grad():
-            pixels, grid = testing.make_inputs(tower, ((1, 4, 4),))
-            compiled(pixels, grid_thw=grid)
-        assert vitcg_backend.stats(tower).hits == 1
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
+@pytest.mark.usefixtures("own_pieces")
 def test_dump_dir_shows_each_pass(tmp_path: Path) -> None:
     """Numbered files for every stage, no pixel data, in a folder whose path has a space."""
     folder = tmp_path / "a dump"
@@ -142,6 +126,7 @@ def test_a_dump_dir_that_cannot_be_one_fails_when_given(tmp_path: Path) -> None:
             Options.parse({"dump_dir": str(wrong)})
 
 
+@pytest.mark.usefixtures("own_pieces")
 def test_b58_a_dump_that_cannot_be_written_only_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,28 +143,40 @@ def test_b58_a_dump_that_cannot_be_written_only_warns(
 
 
 def test_torch_logs_torch_trace_and_import_order(tmp_path: Path) -> None:
-    """TORCH_LOGS=+vitcg_backend and TORCH_TRACE work, and do not break `import torch`."""
+    """In a process of its own: TORCH_LOGS=+vitcg_backend and TORCH_TRACE work and do not break `import torch`; the backend
+    loaded before transformers' files, and Dynamo reset in between, still lowers the first compile.
+    """
     script = textwrap.dedent(
         """
-        import torch
+        import torch, vitcg_backend.backend
+        torch._dynamo.reset()
         from vitcg_backend import testing
-        tower = testing.tiny_tower("qwen2_vl")
-        compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager"})
+        tower = testing.tiny_tower("qwen3_vl", depth=1, attn_implementation="eager")
+        compiled = torch.compile(tower, backend="vitcg", options={"inner": "eager"}, fullgraph=True)
         with torch.no_grad():
             pixels, grid = testing.make_inputs(tower, ((1, 4, 4),))
             compiled(pixels, grid_thw=grid)
+        assert vitcg_backend.stats(tower).hits == 1
         """
     )
-    env = {"TORCH_LOGS": "+vitcg_backend", "TORCH_TRACE": str(tmp_path)}
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={**os.environ, **env}
-    )
+    env = {**os.environ, "TORCH_LOGS": "+vitcg_backend", "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "bind_tokens" in done.stderr
     traces = "".join(p.read_text() for p in tmp_path.rglob("*.log"))
     assert "vitcg_bind_tokens" in traces
+
+
+def test_a_graph_that_nobody_reads_is_not_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a dump, a log or a trace no stage becomes text: for deep towers that takes a second. With a folder it does."""
+    gm = torch.fx.symbolic_trace(torch.nn.ReLU())
+    printed = []
+    monkeypatch.setattr(torch._logging, "trace_structured", lambda *_, **__: None)
+    monkeypatch.setattr(torch.fx.GraphModule, "print_readable", lambda *_, **__: printed.append("") or "text")
+    Dump(None)("stage", gm)
+    assert not printed
+    Dump(str(tmp_path))("stage", gm)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["text"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # depyf asks for several runs
@@ -193,12 +190,13 @@ def test_depyf_shows_our_stages(tmp_path: Path) -> None:
     assert any("vitcg" in p.name for p in tmp_path.rglob("*"))
 
 
+@pytest.mark.usefixtures("own_pieces")
 def test_unique_pieces_are_shared_by_graphs_and_towers() -> None:
     """A second tower of the class, and a second graph of it, compile no piece again."""
     from vitcg_backend import backend
 
     before = backend._cache.compiled
-    first, second = tiny_tower("qwen2_vl", seed=1), tiny_tower("qwen2_vl", seed=2)
+    first, second = tiny_tower("qwen2_vl", depth=None, seed=1), tiny_tower("qwen2_vl", depth=None, seed=2)
     assert_same(compile_tower(first), first, MIXED)
     assert stats(first).unique_pieces == 3
     compiled = compile_tower(second)
@@ -232,8 +230,8 @@ def test_stats_text() -> None:
 
 def test_inductor_pieces_within_budget() -> None:
     """Compiled pieces, fused, with the patch convolution as a matmul, on a shuffled sequence of layouts."""
-    for name in ("qwen2_5_vl", "qwen3_vl"):
-        tower = tiny_tower(name)
+    for name, depth in (("qwen2_5_vl", 2), ("qwen3_vl", None)):
+        tower = tiny_tower(name, depth=depth)
         compiled = compile_tower(tower, inner="inductor")
         for layout in (*LAYOUTS, *LAYOUTS[::-1]):
             pixels, grid = testing.make_inputs(tower, layout)

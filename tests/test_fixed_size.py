@@ -108,6 +108,7 @@ def test_shuffled_batches(name: str, dtype: torch.dtype) -> None:
     assert seen.last.num_patches == order[-1]
 
 
+@pytest.mark.usefixtures("own_pieces")
 def test_equal_layers_share_a_piece() -> None:
     """A tower is cut before its dense attention, so that the stretches behind the second are one piece, used three times."""
     tower, images = layers(lambda h: attend(attend(attend(attend(attend(h))))))

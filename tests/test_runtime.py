@@ -59,7 +59,7 @@ def test_b01_layouts_of_the_same_size(name: str) -> None:
 @pytest.mark.parametrize("name", TOWERS)
 def test_shuffled_sequence(name: str) -> None:
     """Every layout repeated in a shuffled order, all earlier results re-checked."""
-    tower = tiny_tower(name)
+    tower = tiny_tower(name, depth=None)
     assert_sequence(compile_tower(tower), tower, LAYOUTS)
 
 
@@ -67,7 +67,7 @@ def test_shuffled_sequence(name: str) -> None:
 def test_bfloat16_within_budget(name: str) -> None:
     """bf16 towers, also with outlier channels, stay within twice eager's own error."""
     for heavy in (False, True):
-        tower = tiny_tower(name, dtype=torch.bfloat16, heavy_tailed=heavy)
+        tower = tiny_tower(name, depth=None, dtype=torch.bfloat16, heavy_tailed=heavy)
         compiled = compile_tower(tower)
         for layout in (*LAYOUTS, *LAYOUTS):
             pixels, grid = testing.make_inputs(tower, layout)
@@ -212,7 +212,7 @@ def test_b20_a_neighbour_does_not_leak() -> None:
 @pytest.mark.parametrize("name", TOWERS)
 def test_b24_every_form_of_grid(name: str) -> None:
     """int64, int32, and a slice of a bigger tensor, alternating: eager's result each time."""
-    tower = tiny_tower(name)
+    tower = tiny_tower(name, depth=1)
     compiled = compile_tower(tower)
     pixels, grid = testing.make_inputs(tower, TWO_IMAGES)
     wide = torch.zeros(2, 6, dtype=torch.int64, device=DEVICE)
@@ -232,7 +232,7 @@ def test_b24_every_form_of_grid(name: str) -> None:
 
 def test_b26_pixels_of_any_stride() -> None:
     """Transposed storage, every second row, an offset of one element: eager's result."""
-    tower = tiny_tower("qwen3_vl")
+    tower = tiny_tower("qwen3_vl", depth=1)
     compiled = compile_tower(tower)
     pixels, grid = testing.make_inputs(tower, ((1, 8, 8),))
     rows, width = pixels.shape
@@ -246,7 +246,7 @@ def test_b26_pixels_of_any_stride() -> None:
 
 def test_b27_pixels_of_any_dtype() -> None:
     """fp32, fp16, bf16 and uint8 pixels into one bf16 tower, alternating, then the tower in half precision."""
-    tower = tiny_tower("qwen2_vl", dtype=torch.bfloat16)
+    tower = tiny_tower("qwen2_vl", depth=1, dtype=torch.bfloat16)
     compiled = compile_tower(tower, token_budgets=[16])
     pixels, grid = testing.make_inputs(tower, IMAGE, dtype=torch.float32)
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.bfloat16, torch.float32):
@@ -290,28 +290,29 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", TOWERS)
-@pytest.mark.parametrize("case", BAD)
-def test_b22_b29_bad_input_gives_eagers_own_error(name: str, case: str) -> None:
+def test_b22_b29_bad_input_gives_eagers_own_error(name: str) -> None:
     """What eager rejects is rejected right after a good call, with eager's type of error or that of torch.compile itself."""
-    if DEVICE == "cuda" and (name, case) == ("qwen2_5_vl", "fewer rows than the grid"):
-        pytest.skip("eager's own window gather is a device-side assert there, which ends the process")
-    pixels, rows = BAD[case]
-    pixels = pixels.to(DEVICE)
-    grid = tensor(rows, dtype=torch.int64).reshape(-1, 3)
-    tower = tiny_tower(name)
-    with torch.no_grad():
-        with pytest.raises(Exception) as eager:
-            tower(pixels, grid_thw=grid)
-        with pytest.raises(Exception) as stock:
-            torch.compile(tower, backend="eager")(pixels, grid_thw=grid)
+    tower = tiny_tower(name, depth=1)
+    calls = {}
+    for case, (pixels, rows) in BAD.items():
+        if DEVICE == "cuda" and (name, case) == ("qwen2_5_vl", "fewer rows than the grid"):
+            continue  # eager's own window gather is a device-side assert there, which ends the process
+        given = pixels.to(DEVICE), tensor(rows, dtype=torch.int64).reshape(-1, 3)
         torch._dynamo.reset()
-        compiled = compile_tower(tower)
+        with torch.no_grad():
+            with pytest.raises(Exception) as eager:
+                tower(given[0], grid_thw=given[1])
+            with pytest.raises(Exception) as stock:
+                torch.compile(tower, backend="eager")(given[0], grid_thw=given[1])
+        calls[case] = (*given, type(eager.value), type(stock.value))
+    torch._dynamo.reset()
+    compiled = compile_tower(tower)
+    for case, (pixels, grid, eagers, stocks) in calls.items():
         assert_same(compiled, tower, IMAGE)
-        with pytest.raises(Exception) as ours:
+        with torch.no_grad(), pytest.raises(Exception) as ours:
             compiled(pixels, grid_thw=grid)
-        expected = (type(eager.value), type(stock.value))
-        assert isinstance(ours.value, expected) or isinstance(eager.value, type(ours.value))
-        assert_same(compiled, tower, IMAGE)
+        assert isinstance(ours.value, (eagers, stocks)) or issubclass(eagers, type(ours.value)), case
+    assert_same(compiled, tower, IMAGE)
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -327,26 +328,10 @@ def test_b22_empty_item_beside_a_real_one(name: str) -> None:
 
 
 def test_b29_tiny_and_thin_images() -> None:
-    """One token, a hundred of them, one very wide strip."""
+    """One token, forty of them, one very wide strip."""
     for name in TOWERS:
         tower = tiny_tower(name)
-        assert_sequence(compile_tower(tower), tower, (((1, 2, 2),), ((1, 2, 2),) * 100, ((1, 2, 200),)), rounds=2, exact=False)
-
-
-def test_b56_two_towers_share_an_artifact_and_no_result() -> None:
-    """A, B, A, B with the same pixels; then A is gone and C may lie at its addresses."""
-    a, b = tiny_tower("qwen2_vl", seed=1), tiny_tower("qwen2_vl", seed=2)
-    compiled_a, compiled_b = compile_tower(a), compile_tower(b)
-    for _ in range(3):
-        assert_same(compiled_a, a, MIXED)
-        assert_same(compiled_b, b, MIXED)
-    del a, compiled_a
-    gc.collect()
-    for seed in range(3, 6):
-        c = tiny_tower("qwen2_vl", seed=seed)
-        assert_same(compile_tower(c), c, MIXED)
-        assert_same(compiled_b, b, MIXED)
-        del c
+        assert_sequence(compile_tower(tower), tower, (((1, 2, 2),), ((1, 2, 2),) * 40, ((1, 2, 200),)), rounds=2, exact=False)
 
 
 def test_b57_options_do_not_leak_between_towers() -> None:
@@ -526,7 +511,7 @@ def test_random_numbers_are_drawn_anew() -> None:
 
 def test_other_backends_may_be_given_the_same_tensors() -> None:
     """No mark stays on a caller's tensors: another backend compiles the tower with them as if we had not."""
-    tower = tiny_tower("qwen3_vl", depth=2)
+    tower = tiny_tower("qwen3_vl", depth=1)
     pixels, grid = testing.make_inputs(tower, MIXED)
     with torch.no_grad():
         compile_tower(tower)(pixels, grid_thw=grid)
@@ -575,21 +560,9 @@ def test_b64_gradients_then_inference_then_gradients() -> None:
     assert stats(tower).hits == 2
 
 
-def test_b64_frozen_weights_with_pixels_that_need_gradients() -> None:
-    """A frozen tower passes gradients to its pixels."""
-    tower = tiny_tower("qwen2_vl").requires_grad_(False)
-    compiled = compile_tower(tower)
-    assert_same(compiled, tower, IMAGE)
-    pixels, grid = testing.make_inputs(tower, IMAGE)
-    a, b = pixels.clone().requires_grad_(), pixels.clone().requires_grad_()
-    compiled(a, grid_thw=grid).pooler_output.sum().backward()
-    tower(b, grid_thw=grid).pooler_output.sum().backward()
-    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_inference_mode_and_no_grad_alternate() -> None:
     """Pixels made in either mode, calls in either mode."""
-    tower = tiny_tower("qwen2_5_vl")
+    tower = tiny_tower("qwen2_5_vl", depth=1)
     compiled = compile_tower(tower)
     for made in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with made():

@@ -731,23 +731,22 @@ def raw_stream(device: torch.device) -> int:
 # --- dumps ----------------------------------------------------------------------------------------------------------
 
 
-def trace_artifact(name: str, gm: fx.GraphModule) -> str:
-    """Show a graph to ``TORCH_TRACE`` and to depyf, and return its text.
+def trace_artifact(name: str, gm: fx.GraphModule) -> None:
+    """Show a graph to ``TORCH_TRACE`` and to depyf; where neither is on, it is not even printed.
 
-    depyf hooks `torch._dynamo.utils.lazy_format_graph_code`; tlparse shows what `trace_structured` is given.
+    depyf puts code of its own, which prints the graph at once, into `torch._dynamo.utils.lazy_format_graph_code`; tlparse shows
+    what `trace_structured` is given.
     """
     from torch._dynamo import utils
     from torch._logging import trace_structured
 
-    text = gm.print_readable(print_output=False)
-    str(utils.lazy_format_graph_code(name, gm))
+    utils.lazy_format_graph_code(name, gm)
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: text,
+        payload_fn=lambda: gm.print_readable(print_output=False),
         expect_trace_id=False,
     )
-    return text
 
 
 log = logging.getLogger("vitcg_backend")

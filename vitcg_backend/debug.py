@@ -7,6 +7,7 @@ The same text goes to ``TORCH_LOGS=+vitcg_backend`` (debug level), ``TORCH_TRACE
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from pathlib import Path
 
@@ -34,7 +35,11 @@ class Dump:
 
     def __call__(self, name: str, what: fx.GraphModule | str) -> None:
         """Show one stage: a graph, or a text such as the result of a proof."""
-        text = what if isinstance(what, str) else _torch.trace_artifact(f"vitcg_{name}", what)
+        if not isinstance(what, str):
+            _torch.trace_artifact(f"vitcg_{name}", what)
+        if self.folder is None and not log.isEnabledFor(logging.DEBUG):
+            return  # printing the graphs of a deep tower takes a second, and nobody reads them
+        text = what if isinstance(what, str) else what.print_readable(print_output=False)
         log.debug("graph %d, %s\n%s", self.graph, name, text)
         if self.folder is None:
             return

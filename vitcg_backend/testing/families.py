@@ -164,6 +164,11 @@ class Family:
     grid: str | None
 
     @property
+    def measured_by(self) -> tuple[Any, ...]:
+        """What `measure` depends on: families that agree in it, one of which nests the tower of the other, come out alike."""
+        return self.tower_class, self.config_class, self.pixels, self.grid, _EXCEPTIONS.get(self.name, _Exception())
+
+    @property
     def layouts(self) -> tuple[Layout, ...]:
         """Layouts that eager takes: one item first, then several, frames where it takes them."""
         return _EXCEPTIONS.get(self.name, _Exception()).layouts
