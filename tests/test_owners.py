@@ -1,4 +1,4 @@
-"""Whose graph it is: a tower's counters and reasons are found, whatever its weights are and whatever Dynamo makes of its code."""
+"""Whose graph it is: a tower's counters and reasons are found, whatever its weights are and Dynamo makes of its code."""
 
 from __future__ import annotations
 

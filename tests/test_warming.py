@@ -135,7 +135,9 @@ def test_mistakes(arguments: dict, text: str) -> None:
 
 def test_a_tower_that_is_not_compiled() -> None:
     """A plain tower is refused rather than run for nothing."""
-    with pytest.raises(OptionError, match="this tower is not compiled with backend='vitcg', .* no_graph: no graph of this tower"):
+    with pytest.raises(
+        OptionError, match=r"this tower is not compiled with backend='vitcg', .* no_graph: no graph of this tower"
+    ):
         vitcg_backend.warmup(tiny_tower("qwen2_vl"))
 
 
@@ -170,7 +172,7 @@ def call_images(compiled: nn.Module, tower: nn.Module, batch: int, side: int = 8
 
 
 def test_numbers_of_images() -> None:
-    """Sizes are numbers of images, the largest first; calls of as many are served by what was captured, and no other is made."""
+    """Sizes are numbers of images, the largest first; calls of as many are served by what was captured then."""
     tower, compiled = of_images(capture="warmup", token_budgets=[2, 4, 8])
     call_images(compiled, tower, 3)
     assert stats(tower).last.reason == "not_warmed_up"

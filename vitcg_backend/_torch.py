@@ -241,8 +241,8 @@ def graph_break(trace: Any) -> str | None:
 
 
 def failed_compiles() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
-    """Frames that Dynamo gave up, to run them in eager mode or to raise under ``fullgraph=True``: (file, first line) of the frame, (file, line) where it failed, and a
-    text. Those among the latest 64 compiles of the process, whatever their backend.
+    """Frames that Dynamo gave up, to run them in eager mode or to raise under ``fullgraph=True``, among the latest 64 compiles
+    of the process, whatever their backend: (file, first line) of the frame, (file, line) where it failed, and a text.
 
     Source: `get_compilation_metrics` and `CompilationMetrics` (torch/_dynamo/utils.py), written by `_compile`
     (torch/_dynamo/convert_frame.py), the same in 2.11 and 2.13.

@@ -24,9 +24,9 @@ _TOWERS = 8  # towers of one class that are told apart
 _TENSORS = 8  # that stand for their tower
 
 NO_GRAPH = (
-    "no graph of this tower has reached the backend: it was not called since it was compiled, it is compiled for another backend, "
-    "or Dynamo leaves it to eager mode (torch.compiler.disable, the limit of recompiles); TORCH_LOGS=graph_breaks,recompiles "
-    "tells which"
+    "no graph of this tower has reached the backend: it was not called since it was compiled, it is compiled for another "
+    "backend, or Dynamo leaves it to eager mode (torch.compiler.disable, the limit of recompiles); "
+    "TORCH_LOGS=graph_breaks,recompiles tells which"
 )
 
 
@@ -54,8 +54,9 @@ class Owners:
 
     def belongs_to(self, ids: set[int]) -> bool:
         """Whether a module or tensor of these ids is an owner."""
-        held = [ref() for refs in (self._modules, *list(self._towers)) for ref in refs]
-        return any(id(owner) in ids for owner in held if owner is not None)
+        references: list[Any] = [*self._modules, *(ref for refs in list(self._towers) for ref in refs)]
+        owners = [ref() for ref in references]
+        return any(id(owner) in ids for owner in owners if owner is not None)
 
 
 def ids_of(tower: nn.Module) -> set[int]:

@@ -137,6 +137,13 @@ class CompiledTower:
 
     def serve(self, args: Sequence[Any], state: int | None = None) -> list[Any]:
         """As a call of this object, for a caller who has taken `state_of` these arguments already."""
+        device = self._device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return self._served(args, state)
+        with torch.cuda.device(device):  # kernels, events and the clock are those of the current device
+            return self._served(args, state)
+
+    def _served(self, args: Sequence[Any], state: int | None) -> list[Any]:
         ask = self._ask(args)
         results = None
         if ask.plan.parts:
@@ -502,7 +509,7 @@ class CompiledTower:
         return self._held_bytes() * (1 + tokens / captured) <= limit << 20
 
     def belongs_to(self, ids: set[int]) -> bool:
-        """Whether a tower with a module or tensor of these ids was traced for this graph, or is among the latest that used it."""
+        """Whether a tower with a module or tensor of these ids was traced for it, or is among the latest that used it."""
         return self._owners.belongs_to(ids) or self._states.belongs_to(ids)
 
     def replay_last(self) -> Callable[[], None]:
