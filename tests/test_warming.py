@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from common import DEVICE, IMAGE, MIXED, TWO_IMAGES, VIDEO, assert_same, compile_tower, stats, tiny_tower
+from torch import Tensor, nn
 
 import vitcg_backend
 from vitcg_backend import OptionError
@@ -133,5 +135,113 @@ def test_mistakes(arguments: dict, text: str) -> None:
 
 def test_a_tower_that_is_not_compiled() -> None:
     """A plain tower is refused rather than run for nothing."""
-    with pytest.raises(OptionError, match="this tower is not compiled with backend='vitcg'"):
+    with pytest.raises(
+        OptionError, match=r"this tower is not compiled with backend='vitcg', .* no_graph: no graph of this tower"
+    ):
         vitcg_backend.warmup(tiny_tower("qwen2_vl"))
+
+
+# --- towers of one image a row ----------------------------------------------------------------------------------------
+
+
+class OfImages(nn.Module):
+    """A patch embedding, and a table that is looked up by what comes beside the images, where anything does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 4, 4)
+        self.table = nn.Embedding(5, 8)
+
+    def forward(self, pixels: Tensor, kinds: Tensor | None = None) -> Tensor:
+        """``[batch, patches, 8]``."""
+        rows = self.conv(pixels).flatten(2).transpose(1, 2).sin()
+        return rows if kinds is None else rows * self.table(kinds)[:, None]
+
+
+def of_images(**options: object) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    tower = OfImages().eval().to(DEVICE)
+    return tower, compile_tower(tower, **options)
+
+
+def call_images(compiled: nn.Module, tower: nn.Module, batch: int, side: int = 8, **more: Tensor) -> None:
+    """One call, equal to eager."""
+    pixels = torch.randn(batch, 3, side, side, device=DEVICE)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(pixels, **more), tower(pixels, **more))
+
+
+def test_numbers_of_images() -> None:
+    """Sizes are numbers of images, the largest first; calls of as many are served by what was captured then."""
+    tower, compiled = of_images(capture="warmup", token_budgets=[2, 4, 8])
+    call_images(compiled, tower, 3)
+    assert stats(tower).last.reason == "not_warmed_up"
+    lines: list[str] = []
+    warmed = vitcg_backend.warmup(compiled, sizes=[1, 8, 3], progress=lines.append)
+    assert warmed.captured == (8, 4, 2)
+    assert [line.split(",")[0] for line in lines] == [f"warm-up {n}/3: {size} images" for n, size in ((1, 8), (2, 3), (3, 1))]
+    for batch in (1, 3, 8, 5, 2):
+        call_images(compiled, tower, batch)
+        assert stats(tower).last.hit
+    assert (stats(tower).captures, stats(tower).graphs) == (3, 1)
+
+
+def test_the_whole_ladder_of_each_image_size() -> None:
+    """Without sizes every budget is captured, for each of the graphs that the tower was traced to, by replaced weights, too."""
+    tower, compiled = of_images(token_budgets=[1, 3])
+    for side in (8, 16):
+        call_images(compiled, tower, 2, side)
+    assert vitcg_backend.warmup(compiled).captured == (3, 1)
+    assert stats(tower).captures == 4
+    with torch.no_grad():
+        tower.conv.weight.data = tower.conv.weight.data * 2
+    vitcg_backend.warmup(compiled)
+    assert stats(tower).captures == 8
+    for side in (8, 16, 8):
+        for batch in (1, 3):
+            call_images(compiled, tower, batch, side)
+    assert (stats(tower).captures, stats(tower).fallbacks) == (8, {})
+
+
+def test_what_comes_beside_the_images_is_that_of_a_call() -> None:
+    """A row an image that zeros may not stand for: the first row of the call that was traced does."""
+    tower, compiled = of_images(capture="warmup", token_budgets=[4])
+    with torch.no_grad():
+        tower.table.weight[0] = float("nan")
+    call_images(compiled, tower, 3, kinds=torch.tensor([2, 1, 4], device=DEVICE))
+    assert vitcg_backend.warmup(compiled, sizes=[4]).captured == (4,)
+    for kinds in ([1, 2, 3, 4], [4, 1]):
+        call_images(compiled, tower, len(kinds), kinds=torch.tensor(kinds, device=DEVICE))
+        assert stats(tower).last.hit
+
+
+def test_each_tower_of_a_class_is_warmed_up_with_its_own_weights() -> None:
+    """Two towers share a graph: what one of them warms up is captured on its own parameters."""
+    (first, compiled_first), (second, compiled_second) = of_images(token_budgets=[2, 4]), of_images(token_budgets=[2, 4])
+    call_images(compiled_first, first, 2)
+    call_images(compiled_second, second, 2)
+    vitcg_backend.warmup(compiled_first, sizes=[4])
+    captures = stats(first).captures
+    call_images(compiled_first, first, 4)
+    assert stats(first).captures == captures
+    call_images(compiled_second, second, 4)
+    assert stats(first).captures == captures + 1
+
+
+def test_a_tower_of_images_was_not_called_yet() -> None:
+    """It says to call the tower once, and takes no grids; under another autocast than the call's nothing is captured."""
+    tower, compiled = of_images()
+    with pytest.raises(OptionError, match=r"OfImages has no config.spatial_merge_size, .* compile it and call it once first"):
+        vitcg_backend.warmup(compiled, sizes=[1])
+    call_images(compiled, tower, 2)
+    with pytest.raises(OptionError, match="takes one image a row and no grid: give sizes, which are numbers of images"):
+        vitcg_backend.warmup(compiled, grids=[VIDEO])
+    with pytest.raises(OptionError, match="size 0: expected images, a whole number of at least 1"):
+        vitcg_backend.warmup(compiled, sizes=[0])
+    captures = stats(tower).captures
+    with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(OptionError, match="another autocast is on"):
+        vitcg_backend.warmup(compiled, sizes=[4])
+    tower.conv.weight = nn.Parameter(tower.conv.weight.detach().clone())
+    with pytest.raises(OptionError, match="has other parameters"):
+        vitcg_backend.warmup(compiled, sizes=[4])
+    assert stats(tower).captures == captures

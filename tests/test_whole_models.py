@@ -210,6 +210,45 @@ def test_model_is_unharmed(name: str, tmp_path) -> None:
     assert generate(model, inputs) == expected
 
 
+@torch.no_grad()
+def test_b31_features_of_glm_images_and_videos() -> None:
+    """GLM-4V hands each frame to its tower as an item of its own: features of videos and images in turns are eager's."""
+    model = make_model("glm4v")
+    calls = [prompt([], [(3, 4, 4), (1, 4, 8)], 1), prompt([(4, 4), (16, 12)], [], 2), prompt([], [(2, 8, 8)], 3)]
+
+    def features(inputs: dict[str, Tensor]) -> list[Tensor]:
+        if "video_grid_thw" in inputs:
+            output = model.model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        else:
+            output = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
+        return list(output.pooler_output)
+
+    expected = [features(inputs) for inputs in calls]
+    assert [len(tensors) for tensors in expected] == [2, 2, 1]
+    compile_in_place(model, "method")
+    held = []
+    for number in (0, 1, 0, 2, 1):
+        held.append((features(calls[number]), expected[number]))
+    for tensors, of_eager in held:  # all of them at the end: none is written over by a later call
+        for a, b in zip(tensors, of_eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert vitcg_backend.stats(model.model.visual).hits == 5
+
+
+def test_b22_b51_text_alone_never_calls_the_tower() -> None:
+    """A prompt without pictures makes no graph, no buffer and no capture of a compiled tower; the first picture does."""
+    model = make_model("qwen2_vl")
+    text, picture = prompt([], []), prompt([(4, 4)], [])
+    expected = [generate(model, inputs) for inputs in (text, picture)]
+    compile_in_place(model, "method")
+    assert generate(model, text) == expected[0]
+    seen = vitcg_backend.stats(model.model.visual)
+    assert (seen.calls, seen.graphs, seen.captures) == (0, 0, 0)
+    assert generate(model, picture) == expected[1]
+    assert generate(model, text) == expected[0]
+    assert (vitcg_backend.stats(model.model.visual).calls, vitcg_backend.stats(model.model.visual).captures) == (1, 1)
+
+
 # --- Llama-4: tiles of one size, one a row ----------------------------------------------------------------------------
 
 TILE_TOKENS = 16  # of a tile of 32 x 32 pixels: patches of 4 x 4, of which a shuffle makes one out of four

@@ -52,6 +52,7 @@ __all__ = [
     "eager_rejects",
     "enable_python_dispatcher",
     "end_failed_capture",
+    "failed_compiles",
     "fresh_size",
     "graph_break",
     "graphs_left",
@@ -239,6 +240,26 @@ def graph_break(trace: Any) -> str | None:
         return None
     line = f"`{reason.user_stack[-1].line}`" if reason.user_stack else "a line"
     return f"Dynamo breaks the tower at {line}: {str(reason.reason).splitlines()[0]}"
+
+
+def failed_compiles() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
+    """Frames that Dynamo gave up, to run them in eager mode or to raise under ``fullgraph=True``, among the latest 64 compiles
+    of the process, whatever their backend: (file, first line) of the frame, (file, line) where it failed, and a text.
+
+    Source: `get_compilation_metrics` and `CompilationMetrics` (torch/_dynamo/utils.py), written by `_compile`
+    (torch/_dynamo/convert_frame.py), the same in 2.11 and 2.13.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    failed = []
+    for one in get_compilation_metrics():
+        if one.fail_type != "Unsupported" or one.co_filename is None:  # other failures are errors that the caller sees
+            continue
+        at = (one.fail_user_frame_filename or one.co_filename, one.fail_user_frame_lineno or one.co_firstlineno or 0)
+        why = (one.fail_reason or "").strip().split("\n")[0]
+        text = f"Dynamo gives {one.co_name} up at {os.path.basename(at[0])}:{at[1]}: {why}"
+        failed.append(((one.co_filename, one.co_firstlineno or 0), at, text))
+    return failed
 
 
 def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:

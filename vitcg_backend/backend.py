@@ -23,6 +23,7 @@ from .debug import Dump
 from .errors import AttentionUnavailable, Refused, VitcgError
 from .marking import steps_taken
 from .options import Options
+from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
 from .runtime import CompiledTower
@@ -60,7 +61,7 @@ def vitcg(
     parsed = Options.parse(options, mode)
     lowering.install()
     _torch.guard_on_hooks()
-    counters = Stats(graphs=1, refusals=steps_taken())
+    counters = Stats(graphs=1, refusals={**why_in_parts(), **steps_taken()})
     dump = Dump(parsed.dump_dir)
     _note_recompiles(counters)
     tensors = [t for t in example_inputs if isinstance(t, Tensor)]
@@ -149,17 +150,17 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 class _Ordinary:
     """A graph on the ordinary path, with its calls counted."""
 
-    def __init__(self, function: Callable[..., Any], counters: Stats, reason: str, tensors: Sequence[Tensor]) -> None:
-        self.function, self.stats, self.reason = function, counters, reason
-        self._owners = [weakref.ref(t) for t in tensors]
+    def __init__(self, function: Callable[..., Any], counters: Stats, reason: str, owners: Owners) -> None:
+        self.function, self.stats, self.reason, self._owners = function, counters, reason, owners
 
     def __call__(self, *args: Any) -> Any:
+        self._owners.note(args)
         self.stats.record(CallRecord(False, self.reason, 0, 0, 0, None, 0.0))
         return self.function(*args)
 
-    def belongs_to(self, tensors: set[int]) -> bool:
-        """Whether it was compiled for any tensor of these ids."""
-        return any(id(ref()) in tensors for ref in self._owners if ref() is not None)
+    def belongs_to(self, ids: set[int]) -> bool:
+        """Whether a tower with a module or tensor of these ids uses it."""
+        return self._owners.belongs_to(ids)
 
     def clear(self) -> None:
         """Nothing is kept."""
@@ -182,14 +183,14 @@ def _ordinary(
         except Exception as error:  # whatever Inductor cannot do with this graph, its operators can
             log.warning("vitcg runs a graph operator by operator, Inductor failed: %s: %s", type(error).__name__, error)
             counters.refusals["inductor"] = f"{type(error).__name__}: {error}"
-    owners = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)][:8]
-    return _served_by(_Ordinary(function, counters, reason, owners))
+    return _served_by(_Ordinary(function, counters, reason, Owners(example_inputs)))
 
 
 def stats(tower: torch.nn.Module | None = None) -> Stats:
     """Counters of a tower (compiled or not, the same parameters count), or of everything with ``tower=None``.
 
-    A snapshot: take it again after more calls. Towers of one class that share a graph share its counters.
+    A snapshot: take it again after more calls. Towers of one class that share a graph share its counters. Where Dynamo ran
+    parts of the tower in eager mode, which reach no backend and no counter, or all of it, `refusals` says so.
 
     Raises:
         TypeError: `tower` is no module.
@@ -198,14 +199,19 @@ def stats(tower: torch.nn.Module | None = None) -> Stats:
     if tower is not None:
         if not isinstance(tower, torch.nn.Module):
             raise TypeError(f"stats() takes a tower, compiled or not, or nothing; got {type(tower).__name__} {tower!r:.60}.")
-        owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
+        owned = ids_of(tower)
         parts = [part for part in parts if part.belongs_to(owned)]
-    return combine([part.stats for part in parts])
+    total = combine([part.stats for part in parts])
+    if tower is not None:
+        total.refusals |= not_traced(tower)
+        if not parts:
+            total.refusals.setdefault("no_graph", NO_GRAPH)
+    return total
 
 
 def live_towers(tower: torch.nn.Module) -> list[CompiledTower]:
     """The compiled graphs of a tower that can use buckets."""
-    owned = {id(t) for t in (*tower.parameters(), *tower.buffers())}
+    owned = ids_of(tower)
     return [part for part in _live if isinstance(part, CompiledTower) and part.belongs_to(owned)]
 
 

@@ -31,8 +31,10 @@ from .bucketing import Layout
 from .capture import Arena, Capture, bytes_needed, run_body
 from .counters import BucketStats, CallRecord, Stats
 from .errors import Refused, VitcgError
+from .example_call import ExampleCall
 from .layouts import MAX_BYTES, LayoutCache, LayoutValues, Misfit
 from .options import Options
+from .owners import Owners
 from .parts import Parts, tokens_of_image
 from .passes import CompiledBody
 from .passes.graph import Role
@@ -104,11 +106,13 @@ class CompiledTower:
         numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
         positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
         self._states = States(positions, example_inputs, self._forget_state)
+        self._owners = Owners(example_inputs)
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._elsewhere = self._state_elsewhere(positions)
         limit = options.memory_limit_mib
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self._parts = Parts(body, self._layouts)
+        self._example = ExampleCall(body, self._parts, positions, example_inputs)
         self.planner = Planner(options, bound.symbols.unit, self._parts.possible(), tokens_of_image(body))
         self.watchers: list[Callable[[CompiledTower, Sequence[Any], Sequence[Any]], None]] = []  # told of each call
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
@@ -134,6 +138,13 @@ class CompiledTower:
 
     def serve(self, args: Sequence[Any], state: int | None = None) -> list[Any]:
         """As a call of this object, for a caller who has taken `state_of` these arguments already."""
+        device = self._device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return self._served(args, state)
+        with torch.cuda.device(device):  # kernels, events and the clock are those of the current device
+            return self._served(args, state)
+
+    def _served(self, args: Sequence[Any], state: int | None) -> list[Any]:
         ask = self._ask(args)
         results = None
         if ask.plan.parts:
@@ -467,6 +478,15 @@ class CompiledTower:
             finally:
                 self.planner.warm(False)
 
+    def call_with(self, images: int, ids: set[int]) -> bool:
+        """Serve so many black images with the parameters of the tower that these ids belong to; False where that cannot be."""
+        with self._lock:
+            state = self._states.latest_of(ids)
+        args = None if state is None or self._extra else self._example.arguments(images, state)
+        if args is not None:
+            self.serve(args)
+        return args is not None
+
     @property
     def budgets_captured(self) -> frozenset[int]:
         """Budgets that have a capture."""
@@ -485,9 +505,9 @@ class CompiledTower:
         captured = sum(key[0].tokens for key in self._captures)
         return self._held_bytes() * (1 + tokens / captured) <= limit << 20
 
-    def belongs_to(self, tensors: set[int]) -> bool:
-        """Whether one of the latest towers that used this graph owns any tensor of these ids."""
-        return self._states.belongs_to(tensors)
+    def belongs_to(self, ids: set[int]) -> bool:
+        """Whether a tower with a module or tensor of these ids was traced for it, or is among the latest that used it."""
+        return self._owners.belongs_to(ids) or self._states.belongs_to(ids)
 
     def replay_last(self) -> Callable[[], None]:
         """The capture used last, as a function that replays it and copies nothing."""

@@ -58,8 +58,16 @@ class States:
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers owns any tensor of these ids."""
-        owners = [ref() for refs in list(self._owners.values()) for ref in refs]
+        owners = [ref() for refs in list(self._owners.values()) for ref in refs[:_OWNERS]]
         return any(id(owner) in tensors for owner in owners if owner is not None)
+
+    def latest_of(self, tensors: set[int]) -> list[Tensor] | None:
+        """The latest set with any tensor of these ids, in the order of the positions; None without one that is still there."""
+        for refs in reversed(list(self._owners.values())):
+            held = [ref() for ref in refs]
+            if (any(id(owner) in tensors for owner in held) or not held) and all(owner is not None for owner in held):
+                return held  # type: ignore[return-value]  # none of them is None, says the line above
+        return None
 
     def _note(self, addresses: list[int], tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
         key = tuple((address, t.dtype, t.shape, t.stride()) for address, t in zip(addresses, tensors, strict=True))
@@ -73,6 +81,7 @@ class States:
         number = self._known[key]
         self._last = (addresses, number)
         self._laid_out_alike = _torch.layout_check(tensors)
+        self._owners.pop(number, None)  # the latest comes last
         self._owners[number] = self._weak(args)
 
     def _moved_in(self, args: Sequence[Any]) -> bool:
@@ -81,7 +90,7 @@ class States:
         return bool(owners) and owners[0]() is not args[self.positions[0]]  # type: ignore[index]
 
     def _weak(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
-        return [weakref.ref(args[i]) for i in self.positions[:_OWNERS]]
+        return [weakref.ref(args[i]) for i in self.positions]
 
     def _few(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(args[position] for position in self.positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from .backend import live_towers, stats
 from .bucketing import Layout, num_patches
 from .errors import OptionError
+from .owners import ids_of
 from .runtime import CompiledTower
 
 __all__ = ["Warmed", "picture", "warmup"]
@@ -27,8 +29,9 @@ class Warmed:
     """What a warm-up did.
 
     Attributes:
-        captured: budgets (output tokens) that have a capture now, in the order in which they got it.
-        skipped: budget or tokens of a call -> why there is no capture for it.
+        captured: budgets (output tokens; images for a tower of one image a row) that have a capture now, in the order in which
+            they got it.
+        skipped: budget or size of a call, in the same unit -> why there is no capture for it.
         seconds: of the whole warm-up, compilation included.
         bytes: static buffers and graph pools of the tower.
     """
@@ -52,58 +55,103 @@ def warmup(
 ) -> Warmed:
     """Capture buckets of a compiled tower, the largest first, so that later ones fit into its memory.
 
-    An uncompiled graph is compiled by the smallest of the calls first.
-
     Each call that is expected runs once, on zeros: what is captured is what such a call uses. Buckets that no call of
-    these can reach are left alone.
+    these can reach are left alone. The graph of a tower with a grid is compiled by the smallest of the calls first. A tower of
+    one image a row must have been called once: the images' shape and dtype, and what comes beside them, are taken from the
+    calls that it was traced with, and each such graph is warmed up.
 
     Args:
         tower: the result of ``torch.compile(tower, backend="vitcg")``, or a tower after ``tower.compile(backend="vitcg")``;
-            it takes ``(pixels, grid_thw=...)``.
+            it takes ``(pixels, grid_thw=...)``, or one image a row and no grid.
         grids: the calls to expect, each a list of ``(frames, height, width)`` in patches.
-        sizes: output tokens instead, each as one picture; ``None`` for both = every budget of the ladder.
+        sizes: output tokens instead, each as one picture, or numbers of images; ``None`` for both = every budget of the ladder.
         progress: called with one line of text after each step; by default a bar on stderr if that is a terminal.
 
     Raises:
-        OptionError: `grids` and `sizes` are both given, a value is not allowed, or the tower is not compiled by this backend.
+        OptionError: `grids` and `sizes` are both given, a value is not allowed, the tower is not compiled by this backend, or
+            takes one image a row and was not called yet.
     """
     if grids is not None and sizes is not None:
         raise OptionError("warmup: give grids or sizes, not both.")
     eager = getattr(tower, "_orig_mod", tower)
-    merge = _merge(eager)
     started = time.perf_counter()
-    layouts = [_layout(grid, merge) for grid in grids] if grids is not None else None
-    if sizes is not None:
-        layouts = [picture(_size(size), merge) for size in sizes]
-    # Compiles. A call of one token would be a graph of its own: Dynamo takes sizes of 1 for constants.
-    _call(tower, eager, min(layouts, key=num_patches) if layouts else picture(16, merge))
+    steps = _image_steps(eager, grids, sizes) or _grid_steps(tower, eager, grids, sizes)
+    steps.sort(key=lambda step: step.size, reverse=True)
     parts = live_towers(eager)
-    if not parts:
-        raise OptionError("warmup: this tower is not compiled with backend='vitcg', or the backend refused its graph.")
-    if layouts is None:
-        layouts = [picture(budget, merge) for budget in parts[0].planner.ladder.budgets]
-    layouts.sort(key=num_patches, reverse=True)
     say = progress or _bar
     skipped: dict[int, str] = {}
     captured = list(_captured(parts))
-    for number, layout in enumerate(layouts, 1):
-        tokens = num_patches(layout) // merge**2
-        if not all(part.has_room(tokens) for part in parts):
-            skipped[tokens] = "memory_limit_mib is reached"
+    for number, step in enumerate(steps, 1):
+        if not all(part.has_room(step.size) for part in parts):
+            skipped[step.size] = "memory_limit_mib is reached"
             continue
         with contextlib.ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.warming())
-            _call(tower, eager, layout)
+            step.call()
         parts = live_towers(eager)
         captured += sorted(_captured(parts) - set(captured), reverse=True)
         last = stats(eager).last
         if last is not None and last.reason is not None:
-            skipped[tokens] = last.reason
+            skipped[step.size] = last.reason
         seconds, held = time.perf_counter() - started, sum(part.captured_bytes for part in parts)
-        say(f"warm-up {number}/{len(layouts)}: {tokens} tokens, {len(captured)} captures, {seconds:.1f} s, {held >> 20} MiB")
+        what = f"{step.size} {step.unit}, {len(captured)} captures, {seconds:.1f} s, {held >> 20} MiB"
+        say(f"warm-up {number}/{len(steps)}: {what}")
     held = sum(part.captured_bytes for part in parts)
     return Warmed(tuple(captured), skipped, time.perf_counter() - started, held)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One call: its size in what budgets count, that unit's name, and what makes the call."""
+
+    size: int
+    unit: str
+    call: Callable[[], None]
+
+
+def _grid_steps(tower: nn.Module, eager: nn.Module, grids: Iterable[Grid] | None, sizes: Iterable[int] | None) -> list[_Step]:
+    """The calls of a tower with a grid, which is compiled by the smallest of them."""
+    merge = _merge(eager)
+    layouts = [_layout(grid, merge) for grid in grids] if grids is not None else None
+    if sizes is not None:
+        layouts = [picture(_size(size, "output tokens"), merge) for size in sizes]
+    # Compiles. A call of one token would be a graph of its own: Dynamo takes sizes of 1 for constants.
+    _call(tower, eager, min(layouts, key=num_patches) if layouts else picture(16, merge))
+    parts = live_towers(eager)
+    if not parts:
+        raise OptionError(f"warmup: this tower is not compiled with backend='vitcg', or it has no buckets.{_reasons(eager)}")
+    if layouts is None:
+        layouts = [picture(budget, merge) for budget in parts[0].planner.ladder.budgets]
+    return [_Step(num_patches(x) // merge**2, "tokens", functools.partial(_call, tower, eager, x)) for x in layouts]
+
+
+def _image_steps(eager: nn.Module, grids: Iterable[Grid] | None, sizes: Iterable[int] | None) -> list[_Step]:
+    """The calls of a tower of one image a row, none for a tower that no such graph was traced of."""
+    parts = [part for part in live_towers(eager) if part.planner.tokens_of_image]
+    if not parts:
+        return []
+    if grids is not None:
+        name = type(eager).__name__
+        raise OptionError(f"warmup: {name} takes one image a row and no grid: give sizes, which are numbers of images.")
+    known = {budget for part in parts for budget in part.planner.ladder.budgets}
+    counts = sorted(known) if sizes is None else [_size(size, "images") for size in sizes]
+    wanted = [(n, [p for p in parts if sizes is not None or n in p.planner.ladder.budgets]) for n in counts]
+    return [_Step(n, "images", functools.partial(_call_images, eager, own, n)) for n, own in wanted]
+
+
+@torch.no_grad()
+def _call_images(eager: nn.Module, parts: Sequence[CompiledTower], images: int) -> None:
+    """Raises OptionError where no graph can be called as things are now."""
+    served = [part.call_with(images, ids_of(eager)) for part in parts]
+    if not any(served):
+        what = f"{type(eager).__name__} has other parameters, or another autocast is on, than when it was last called"
+        raise OptionError(f"warmup: {what}: call the compiled tower once first.")
+
+
+def _reasons(eager: nn.Module) -> str:
+    """What `stats` says of a tower without buckets."""
+    return "".join(f" {reason}: {text}." for reason, text in stats(eager).refusals.items())
 
 
 def _captured(parts: Iterable[CompiledTower]) -> set[int]:
@@ -132,7 +180,8 @@ def _merge(tower: nn.Module) -> int:
     merge = getattr(config, "spatial_merge_size", None)
     if not isinstance(merge, int):
         raise OptionError(
-            f"warmup: {type(tower).__name__} has no config.spatial_merge_size, so its inputs cannot be made here."
+            f"warmup: {type(tower).__name__} has no config.spatial_merge_size, so its inputs cannot be made here. If it takes "
+            f"one image a row, compile it and call it once first: its images are taken from that call.{_reasons(tower)}"
         )
     return merge
 
@@ -148,9 +197,9 @@ def _layout(grid: Grid, merge: int) -> Layout:
     return layout
 
 
-def _size(size: Any) -> int:
+def _size(size: Any, unit: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise OptionError(f"warmup: size {size!r}: expected output tokens, a whole number of at least 1.")
+        raise OptionError(f"warmup: size {size!r}: expected {unit}, a whole number of at least 1.")
     return size
 
 

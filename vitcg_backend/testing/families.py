@@ -289,8 +289,8 @@ def _assert_equal(output: Any, expected: Any, tower: nn.Module, inputs: Mapping[
 
 def _reason(seen: Stats) -> str:
     """Why Dynamo had to break the tower, or else the reason of most calls, with the text of its refusal."""
-    often = max(seen.fallbacks, key=lambda reason: seen.fallbacks[reason], default="graph_breaks")
-    name = next((reason for reason in ("host_loop", "graph_break") if reason in seen.refusals), often)
+    often = max(seen.fallbacks, key=lambda reason: seen.fallbacks[reason], default="graph_break")
+    name = "host_loop" if "host_loop" in seen.refusals else "graph_break" if "graph_break" in seen.fallbacks else often
     text = seen.refusals.get(name, "")
     return f"{name}: {text.splitlines()[0]}" if text else name
 
