@@ -92,8 +92,8 @@ def test_b04_nan_in_padded_rows_reaches_nobody(name: str) -> None:
 
 
 def test_b03_b18_small_results_are_stable_while_buckets_grow() -> None:
-    """A canary is bit-equal to its first result while larger buckets appear, calls exceed the largest and memory is churned; its
-    buffers stay where they are.
+    """A canary is bit-equal to its first result while larger buckets appear, calls exceed the largest, memory is churned; its
+    static buffers stay where they are.
     """
     tower = tiny_tower("qwen3_vl")
     compiled = compile_tower(tower, token_budgets=[16, 64, 256])
