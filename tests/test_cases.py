@@ -214,6 +214,30 @@ def test_b32_the_complex_rotary_stays_as_it_is(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b)
 
 
+@torch.compile(backend="eager")
+def gelu(x: Tensor) -> Tensor:
+    """An activation that somebody has compiled already."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+class Compiled(nn.Module):
+    """A module around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return gelu(x)
+
+
+def test_b43_a_helper_that_is_itself_compiled() -> None:
+    """A tower that calls a compiled function is one graph with it, from the first call on."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    tower.blocks[0].mlp.act = Compiled()
+    compiled = compile_tower(tower)
+    for layout in (((1, 4, 4),), ((2, 8, 8),), ((1, 4, 4),)):
+        assert_same(compiled, tower, layout)
+    assert (stats(tower).graphs, stats(tower).hits) == (1, 3)
+
+
 class Interleaved(nn.Module):
     """Rotary angles whose axes are interleaved by an assignment to every third column, as interleaved rope does it."""
 
