@@ -93,12 +93,6 @@ class Towers:
         """The tower compiled by Inductor with its own CUDA graphs."""
         return torch.compile(self.eager, mode="reduce-overhead")
 
-    def _unseen(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
-        """A call whose layout has not been seen before, of frames that have: what is known of layouts is forgotten."""
-        for part in live_towers(self.eager):
-            part.forget_layouts()
-        return self.vitcg(pixels, grid)
-
     def case(self, name: str, grid: list[list[int]]) -> Case:
         """Seeded noise for a layout."""
         config: Any = self.eager.config
@@ -121,13 +115,24 @@ class Towers:
         if variant == "vitcg_lane":
             return lambda: self.lane(pixels, grid)
         if variant == "vitcg_unseen":
-            return lambda: self._unseen(pixels, grid)
+            return _unseen(self.vitcg, live_towers(self.eager), pixels, grid)
         if variant == "vitcg_replay":
             return replay_of(self.vitcg)
         if variant == "compile":
             return lambda: self.stock(pixels, grid)
         assert variant == "reduce_overhead", variant
         return lambda: _marked(self.reduce_overhead, pixels, grid)
+
+
+def _unseen(tower: Any, parts: list[Any], pixels: torch.Tensor, grid: torch.Tensor) -> Runner:
+    """Calls whose layout has not been seen before, of frames that have: what is known of layouts is forgotten each time."""
+
+    def call() -> Any:
+        for part in parts:
+            part.forget_layouts()
+        return tower(pixels, grid)
+
+    return call
 
 
 def _marked(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> Any:

@@ -117,6 +117,18 @@ def test_dump_dir_shows_each_pass(tmp_path: Path) -> None:
     assert "vitcg.metadata" in (folder / next(n for n in names if "bind_tokens" in n)).read_text()
 
 
+def test_b58_towers_share_a_dump_dir_and_overwrite_nothing(tmp_path: Path) -> None:
+    """Two towers of one class: the files of the second stand beside those of the first, and all name the process."""
+    first, second = tiny_tower("qwen2_vl", depth=1), tiny_tower("qwen2_vl", depth=1, seed=1)
+    assert_same(compile_tower(first, dump_dir=str(tmp_path)), first, IMAGE)
+    written = {path: path.read_text() for path in tmp_path.iterdir()}
+    torch._dynamo.reset()
+    assert_same(compile_tower(second, dump_dir=str(tmp_path), token_budgets=[8]), second, IMAGE)
+    assert all(path.read_text() == text for path, text in written.items())
+    assert len(list(tmp_path.iterdir())) > len(written)
+    assert all(path.name.startswith(f"{os.getpid()}_") for path in tmp_path.iterdir())
+
+
 def test_a_dump_dir_that_cannot_be_one_fails_when_given(tmp_path: Path) -> None:
     """The path is a file: an error that says so, before anything is compiled."""
     path = tmp_path / "file"

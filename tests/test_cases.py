@@ -170,13 +170,21 @@ def test_b31_images_and_clips_in_turns() -> None:
     family = FAMILIES["kimi_k25"]
     tower = family.tower().to(DEVICE)
     compiled = compile_tower(tower)
-    for step, layout in enumerate((((3, 4, 4), (1, 4, 8)), ((1, 16, 12),), ((4, 8, 8),), ((1, 4, 4), (2, 4, 8)), ((1, 8, 8),))):
+    layouts = (((4, 8, 8),), ((1, 16, 12),), ((3, 4, 4), (1, 4, 8)), ((2, 4, 4), (2, 4, 8)), ((1, 8, 8),), ((3, 4, 4),))
+    for step, layout in enumerate(layouts):
         inputs = {name: t.to(DEVICE) for name, t in family.inputs(tower, layout, seed=step).items()}
         with torch.no_grad():
-            output, expected = (testing.flatten(given(**inputs)) for given in (compiled, tower))
-        for a, b in zip(output, expected, strict=True):  # its pooling is in float32: there is no float64 reference
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert (stats(tower).graphs, stats(tower).hits) == (1, 5)
+            try:
+                expected = tower(**inputs)
+            except RuntimeError:  # transformers 5.17 takes clips of one length only
+                with pytest.raises(RuntimeError):
+                    compiled(**inputs)
+                continue
+            output = compiled(**inputs)
+        for a, b in zip(testing.flatten(output), testing.flatten(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # its pooling is in float32: no float64 reference
+    assert stats(tower).graphs == 1
+    assert stats(tower).hits >= 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -204,6 +212,30 @@ def test_b32_the_complex_rotary_stays_as_it_is(dtype: torch.dtype) -> None:
         output, expected = (testing.flatten(given(**inputs)) for given in (compiled, tower))
     for a, b in zip(output, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@torch.compile(backend="eager")
+def gelu(x: Tensor) -> Tensor:
+    """An activation that somebody has compiled already."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+class Compiled(nn.Module):
+    """A module around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return gelu(x)
+
+
+def test_b43_a_helper_that_is_itself_compiled() -> None:
+    """A tower that calls a compiled function is one graph with it, from the first call on."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    tower.blocks[0].mlp.act = Compiled()
+    compiled = compile_tower(tower)
+    for layout in (((1, 4, 4),), ((2, 8, 8),), ((1, 4, 4),)):
+        assert_same(compiled, tower, layout)
+    assert (stats(tower).graphs, stats(tower).hits) == (1, 3)
 
 
 class Interleaved(nn.Module):

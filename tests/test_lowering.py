@@ -221,6 +221,21 @@ def test_b15_b37_other_arguments_between_plain_calls(name: str) -> None:
             assert_same(compiled, tower, layout, **kwargs)
 
 
+@pytest.mark.parametrize("name", TOWERS)
+def test_b37_attention_weights_are_eagers(name: str) -> None:
+    """`output_attentions=True` with eager attention, first of all and between plain calls: eager's tuple, or none."""
+    tower = tiny_tower(name, depth=2, attn_implementation="eager")
+    compiled = compile_tower(tower)
+    for kwargs in ({"output_attentions": True}, {}, {"output_attentions": True}, {}):
+        for layout in (IMAGE, TWO_IMAGES):
+            pixels, grid = testing.make_inputs(tower, layout)
+            with torch.no_grad():
+                output, expected = (call(pixels, grid_thw=grid, **kwargs) for call in (compiled, tower))
+            assert (output.attentions is None) is (expected.attentions is None)
+            for a, b in zip(testing.flatten(output), testing.flatten(expected), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_whole_sequence_with_fullgraph() -> None:
     """A shuffled, repeated sequence under `fullgraph=True`."""
     tower = tiny_tower("qwen2_5_vl")

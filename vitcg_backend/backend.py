@@ -151,16 +151,16 @@ class _Ordinary:
     """A graph on the ordinary path, with its calls counted."""
 
     def __init__(self, function: Callable[..., Any], counters: Stats, reason: str, owners: Owners) -> None:
-        self.function, self.stats, self.reason, self._owners = function, counters, reason, owners
+        self.function, self.stats, self.reason, self.owners = function, counters, reason, owners
 
     def __call__(self, *args: Any) -> Any:
-        self._owners.note(args)
+        self.owners.note(args)
         self.stats.record(CallRecord(False, self.reason, 0, 0, 0, None, 0.0))
         return self.function(*args)
 
     def belongs_to(self, ids: set[int]) -> bool:
         """Whether a tower with a module or tensor of these ids uses it."""
-        return self._owners.belongs_to(ids)
+        return self.owners.belongs_to(ids)
 
     def clear(self) -> None:
         """Nothing is kept."""
@@ -200,7 +200,7 @@ def stats(tower: torch.nn.Module | None = None) -> Stats:
         if not isinstance(tower, torch.nn.Module):
             raise TypeError(f"stats() takes a tower, compiled or not, or nothing; got {type(tower).__name__} {tower!r:.60}.")
         owned = ids_of(tower)
-        parts = [part for part in parts if part.belongs_to(owned)]
+        parts = [part for part in parts if part.belongs_to(owned) or part.owners.traced_in(tower)]
     total = combine([part.stats for part in parts])
     if tower is not None:
         total.refusals |= not_traced(tower)

@@ -45,6 +45,10 @@ class Owners:
         self._positions = [i for i, _ in tensors[:_TENSORS]]
         self._modules = [weakref.ref(module) for module in _modules_of(trace)]
         self._towers: deque[list[weakref.ref[Tensor]]] = deque(maxlen=_TOWERS)
+        self._place: tuple[str, int] | None = None
+        if trace is not None and not self._modules and not self._positions:
+            code = _torch.traced_code(trace)  # what follows a graph break begins at the line of the break
+            self._place = code.co_filename, code.co_firstlineno
         self.note(example_inputs)
 
     def note(self, args: Sequence[Any]) -> None:
@@ -57,6 +61,10 @@ class Owners:
         references: list[Any] = [*self._modules, *(ref for refs in list(self._towers) for ref in refs)]
         owners = [ref() for ref in references]
         return any(id(owner) in ids for owner in owners if owner is not None)
+
+    def traced_in(self, tower: nn.Module) -> bool:
+        """Whether it is of a tower's code, where nothing else tells: what follows a graph break need not hold the module."""
+        return self._place is not None and any(_within(self._place, place) for place in _places_of(tower))
 
 
 def ids_of(tower: nn.Module) -> set[int]:

@@ -106,7 +106,7 @@ class CompiledTower:
         numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
         positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
         self._states = States(positions, example_inputs, self._forget_state)
-        self._owners = Owners(example_inputs)
+        self.owners = Owners(example_inputs)
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._elsewhere = self._state_elsewhere(positions)
         limit = options.memory_limit_mib
@@ -507,7 +507,7 @@ class CompiledTower:
 
     def belongs_to(self, ids: set[int]) -> bool:
         """Whether a tower with a module or tensor of these ids was traced for it, or is among the latest that used it."""
-        return self._owners.belongs_to(ids) or self._states.belongs_to(ids)
+        return self.owners.belongs_to(ids) or self._states.belongs_to(ids)
 
     def replay_last(self) -> Callable[[], None]:
         """The capture used last, as a function that replays it and copies nothing."""

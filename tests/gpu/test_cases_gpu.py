@@ -155,6 +155,28 @@ def test_b69_a_tower_over_two_devices() -> None:
     assert vitcg_backend.stats(tower).refusals
 
 
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+def test_b70_weights_of_bitsandbytes(kind: str) -> None:
+    """4 and 8 bits a weight: what eager makes of the same quantised tower, as a hit or with a reason."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    tower = testing.tiny_tower("qwen2_vl", dtype=torch.float16)
+    how = {"has_fp16_weights": False} if kind == "Linear8bitLt" else {"compute_dtype": torch.float16}
+    for block in tower.blocks:
+        old = block.mlp.fc1
+        block.mlp.fc1 = getattr(layers, kind)(old.in_features, old.out_features, **how)
+        block.mlp.fc1.load_state_dict(old.state_dict())
+    tower = tower.to("cuda").requires_grad_(False)
+    compiled = compile_tower(tower)
+    pixels, grid = testing.make_inputs(tower, ((1, 8, 8),))
+    with torch.no_grad():
+        for _ in range(3):
+            output, eager = (testing.flatten(call(pixels, grid_thw=grid)) for call in (compiled, tower))
+            for a, b in zip(output, eager, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    seen = vitcg_backend.stats(tower)
+    assert seen.hits == seen.calls or seen.refusals
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
 def test_b60_errors_do_not_grow_over_32_layers(implementation: str) -> None:

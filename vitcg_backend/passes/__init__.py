@@ -54,12 +54,14 @@ class CompiledPiece:
         proof: what the padding proof said, None when it refused.
         refusal: why it refused.
         limits: what tracing and Inductor assumed about n, such as sizes that fit 32-bit indices, as (symbol, expressions).
+        gm: the piece, whose constants its key knows by their addresses: none of these is free as long as the key is kept.
     """
 
     function: PieceFunction
     proof: Proof | None
     refusal: Ineligible | None
     limits: tuple[sympy.Symbol, list[sympy.Basic]]
+    gm: fx.GraphModule
 
 
 @dataclass
@@ -222,7 +224,7 @@ def _compile_piece(
     cache.compiled += 1
     if len(cache.pieces) >= MAX_PIECES:
         cache.pieces.pop(next(iter(cache.pieces)))
-    cache.pieces[key] = CompiledPiece(function, proof, refusal, (symbols.symbol, symbols.guards()))
+    cache.pieces[key] = CompiledPiece(function, proof, refusal, (symbols.symbol, symbols.guards()), piece.gm)
     return cache.pieces[key]
 
 
