@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from graphs import Module, attend, hoisted, metadata, program, targets
 
+from vitcg_backend import _torch, passes
+from vitcg_backend.debug import Dump
+from vitcg_backend.options import Options
+from vitcg_backend.passes import PieceCache, _compile_piece
 from vitcg_backend.passes.graph import Ineligible
 from vitcg_backend.passes.program import AttentionStep, PieceStep
+from vitcg_backend.passes.prove_padding import Proof
 from vitcg_backend.passes.split_at_attention import split_at_attention
 
 
@@ -110,3 +118,28 @@ def test_refuses_segments_that_pixels_decide() -> None:
 
     with pytest.raises(Ineligible, match=r"\[segments\]"):
         split_at_attention(hoisted(function))
+
+
+def test_the_constants_of_a_known_piece_stay() -> None:
+    """A key knows a constant by its address: while the key is kept, no other constant may come to lie there."""
+    cache, number = PieceCache(), 0
+    result = program(lambda m, x, g: x @ m.weight)
+    piece = result.pieces[0]
+    first = next(n for n in piece.gm.graph.nodes if n.op != "placeholder")
+    piece.gm.register_buffer("constant", torch.ones(8))
+    with piece.gm.graph.inserting_before(first):
+        constant = piece.gm.graph.get_attr("constant")
+        constant.meta["val"] = result.symbols.mode.from_tensor(piece.gm.constant)
+    first.append(piece.gm.graph.call_function(torch.sin, (constant,)))
+    kept = weakref.ref(piece.gm.constant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "aot_trace", lambda gm, *rest: gm)
+        patch.setattr(_torch, "compile_piece", lambda *rest: print)
+        patch.setattr(passes, "prove_padding", lambda *rest: Proof())
+        _compile_piece(piece, result, number, options=Options(), cache=cache, dump=Dump(None))
+    del piece, result, constant, first
+    gc.collect()
+    assert kept() is not None
+    cache.pieces.clear()
+    gc.collect()
+    assert kept() is None
