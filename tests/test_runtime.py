@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -951,3 +952,29 @@ def test_results_that_share_memory_share_it_in_the_callers_hands() -> None:
         for expected, result in zip(*results, strict=True):
             torch.testing.assert_close(result, expected)
     assert stats(tower).hits == 3, stats(tower)
+
+
+def test_a_piece_holds_the_last_reference_to_what_it_reads() -> None:
+    """What no later step reads is the piece's to free while it runs: a large call's peak is not above eager's."""
+    tower = tiny_tower("qwen2_vl", depth=2)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    (part,) = live_towers(tower)
+    original, freed = list(part.body.functions), []
+
+    def watched(function: Any) -> Any:
+        def call(arguments: list[Any]) -> Any:
+            results = function(arguments)
+            given = [weakref.ref(a) for a in arguments if isinstance(a, torch.Tensor)]
+            arguments.clear()
+            freed.append(sum(ref() is None for ref in given))
+            return results
+
+        return call
+
+    part.body.functions[:] = map(watched, original)
+    try:
+        assert_same(compiled, tower, MIXED)
+    finally:
+        part.body.functions[:] = original
+    assert any(freed)  # not all: pixels and weights are the caller's

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .counters import BucketStats, CallRecord, Stats
     from .errors import AttentionUnavailable, OptionError, Refused, UnknownInput, VitcgError
     from .family_record import FamilyStatus, families
-    from .fast_lane import FastLane, fast_lane
     from .guide import Recommendation, recommend_budgets
+    from .lanes import FastLane, fast_lane
     from .lowering import register_lowering
     from .options import Options
     from .warming import Warmed, warmup
@@ -29,7 +29,7 @@ _HOME = {
     "BucketStats": "counters",
     "CallRecord": "counters",
     "FamilyStatus": "family_record",
-    "FastLane": "fast_lane",
+    "FastLane": "lanes",
     "OptionError": "errors",
     "Options": "options",
     "Recommendation": "guide",
@@ -39,7 +39,7 @@ _HOME = {
     "VitcgError": "errors",
     "Warmed": "warming",
     "families": "family_record",
-    "fast_lane": "fast_lane",
+    "fast_lane": "lanes",
     "recommend_budgets": "guide",
     "register_lowering": "lowering",
     "reset": "backend",

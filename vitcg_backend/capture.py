@@ -76,10 +76,13 @@ def run_body(
                 step.scale,
             )
         else:
-            results = functions[step.piece]([n, *[slots[i] for i in step.inputs]])
+            arguments = [n, *[slots[i] for i in step.inputs]]
+            for slot in step.free:  # a piece gives memory back as soon as it is done with it, if nobody else holds it
+                slots[slot] = None
+            results = functions[step.piece](arguments)
             for slot, result in zip(step.outputs, results, strict=True):
                 slots[slot] = result
-            results = None
+            del results, arguments
         for slot in step.free:
             slots[slot] = None
     return [_result(kind, what, slots, args, tensors) for kind, what in program.outputs]
