@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,20 @@ STREAMS = {
 }
 
 
-def table(path: Path) -> str:
+def tables(paths: Sequence[Path]) -> str:
+    """Markdown: a table for each file, of the towers that no file before it has timed."""
+    seen: set[str] = set()
+    texts = []
+    for path in paths:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+        timed = {row["tower"] for row in rows if row["metric"] == "latency" and row["variant"] == "vitcg_call"} - seen
+        texts.append(table(path, [row for row in rows if row["tower"] in timed]))
+        seen |= timed
+    return "\n\n".join(texts)
+
+
+def table(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: one row a call, our time and what the others take as multiples of it (medians)."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
     latency = {(r["tower"], r["case"], r["variant"]): r for r in rows if r["metric"] == "latency"}
     columns = [(v, head) for v, head in zip(COLUMNS, HEADS, strict=True) if any(v == variant for _, _, variant in latency)]
     heads = [head for _, head in columns]
@@ -77,9 +89,10 @@ def _source(path: Path, row: dict[str, Any]) -> str:
 def main() -> int:
     """Replace what stands between the markers in README.md."""
     readme = README.read_text()
-    for path in map(Path, sys.argv[1:]):
-        of_streams = '"pow2_greedy"' in path.read_text()
-        name, text = ("streams", streams(path)) if of_streams else ("results", table(path))
+    paths = [Path(name) for name in sys.argv[1:]]
+    of_streams = [path for path in paths if '"pow2_greedy"' in path.read_text()]
+    of_calls = [path for path in paths if path not in of_streams]
+    for name, text in [("streams", streams(path)) for path in of_streams] + [("results", tables(of_calls))] * bool(of_calls):
         pattern = re.compile(rf"(<!-- {name}:begin.*?-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
         readme = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", readme)  # type: ignore[misc]
     README.write_text(readme)

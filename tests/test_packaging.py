@@ -78,14 +78,14 @@ def test_torch_finds_the_backend_and_its_import_is_light():
     assert found == "True False"
 
 
-def test_readme_results_come_from_a_results_file() -> None:
-    """The table in the README is what `benchmarks/readme_table.py` makes of the file that it names."""
+def test_readme_results_come_from_results_files():
+    """The tables in the README are what `benchmarks/readme_table.py` makes of the files that they name."""
     readme = (ROOT / "README.md").read_text()
-    table = re.search(r"<!-- results:begin.*?-->\n(.*?)\n<!-- results:end -->", readme, re.DOTALL)
-    assert table is not None
-    name = re.search(r"from `(\S+\.jsonl)`", table[1])
-    assert name is not None
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.table(ROOT / "benchmarks" / "results" / name[1]) == table[1]
+    for name, made in (("results", module.tables), ("streams", lambda paths: module.streams(*paths))):
+        text = re.search(rf"<!-- {name}:begin.*?-->\n(.*?)\n<!-- {name}:end -->", readme, re.DOTALL)[1]
+        files = [ROOT / "benchmarks" / "results" / file for file in re.findall(r"from `(\S+\.jsonl)`", text)]
+        assert files
+        assert made(files) == text
