@@ -25,6 +25,11 @@ def pytest_configure(config):
     logging.getLogger("torch.__trace").propagate = True
 
 
+def pytest_collection_modifyitems(items):
+    """The longest tests come first, so that no process is left alone with them at the end."""
+    items.sort(key=lambda item: "test_sequence" not in item.nodeid)
+
+
 def pytest_runtest_setup(item):
     """`gpu` tests are skipped without a CUDA device, and fail instead where one was promised."""
     if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
