@@ -7,6 +7,7 @@ A frame that Dynamo gives up runs in eager mode without reaching any backend. It
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections import deque
@@ -88,7 +89,7 @@ def why_in_parts() -> dict[str, str]:
 def not_traced(tower: nn.Module) -> dict[str, str]:
     """Reason -> text for functions of the tower's classes that Dynamo gave up, among its latest compiles."""
     failures = _torch.failed_compiles()
-    places = list(_places_of(tower)) if failures else []
+    places = _places_of(tower) if failures else []
     texts = [text for frame, line, text in failures if any(_within(at, place) for place in places for at in (frame, line))]
     return {"not_traced": "; ".join(dict.fromkeys(texts))} if texts else {}
 
@@ -97,17 +98,20 @@ def _within(at: tuple[str, int], place: tuple[str, int, int]) -> bool:
     return at[0] == place[0] and place[1] <= at[1] < place[2]
 
 
-def _places_of(tower: nn.Module) -> Iterator[tuple[str, int, int]]:
+def _places_of(tower: nn.Module) -> list[tuple[str, int, int]]:
     """(file, first line, line after the last) of the classes of a tower's modules, those of torch left out."""
     classes = {cls for module in tower.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
-    for cls in classes:
-        if cls.__module__.partition(".")[0] == "torch":
-            continue
-        try:
-            lines, first = inspect.getsourcelines(cls)
-            yield inspect.getsourcefile(cls) or "", first, first + len(lines)
-        except (OSError, TypeError):  # a class without source: nothing to compare with
-            continue
+    places = [_place_of(cls) for cls in classes if cls.__module__.partition(".")[0] != "torch"]  # type: ignore[arg-type]
+    return [place for place in places if place is not None]
+
+
+@functools.lru_cache(maxsize=1024)  # to look into a file takes milliseconds
+def _place_of(cls: type) -> tuple[str, int, int] | None:
+    try:
+        lines, first = inspect.getsourcelines(cls)
+        return inspect.getsourcefile(cls) or "", first, first + len(lines)
+    except (OSError, TypeError):  # a class without source: nothing to compare with
+        return None
 
 
 def _modules_of(trace: Any) -> Iterator[nn.Module]:
