@@ -43,16 +43,8 @@ class Buffers(nn.Module):
         return x @ self.weight
 
 
-class Inner(nn.Module):
+class Inner(PlainTensors):
     """Whatever is compiled by itself where the outer code cannot be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.randn(8, 8, device=DEVICE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A product."""
-        return x @ self.weight
 
 
 class GivenUp(nn.Module):

@@ -64,7 +64,6 @@ class _Route:
         callee: the graph that serves it.
         template: its arguments: parameters and buffers as they are, None for what each call brings.
         leaves: (position of an argument, which leaf of the call's arguments it is).
-        sizes: (position of an argument, (factor, rest) of a size that follows the tokens, None for the number of items).
         state: the number of its parameters.
         results: which result of the graph each leaf of the output is, None for `constants`.
         constants: leaves of the output that are the same in each call.
@@ -74,7 +73,6 @@ class _Route:
     callee: CompiledTower
     template: list[Any]
     leaves: list[tuple[int, int]]
-    sizes: list[tuple[int, tuple[int, int] | None]]
     state: int
     results: list[int | None]
     constants: list[Any]
@@ -192,14 +190,13 @@ def _route(
         _NoRoute: some argument or some part of the output is neither the caller's nor the graph's.
     """
     body = callee.body
-    template, leaves, sizes = list(arguments), [], []
+    template, leaves = list(arguments), []
     for position, (node, value) in enumerate(zip(body.bound.placeholders, arguments, strict=True)):
         role = node.meta["role"]
         if role == Role.STATE:
             continue
         template[position] = None
         if role == Role.SIZE:
-            sizes.append((position, body.bound.symbols.linear(node.meta["val"])))
             continue
         leaf = next((i for i, g in enumerate(given) if g is value), None)
         if leaf is None:
@@ -216,7 +213,7 @@ def _route(
         if isinstance(leaf, Tensor) and places[-1] is None:
             raise _NoRoute("a tensor of the output is made outside of the graph")
     constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
-    route = _Route(callee, template, leaves, sizes, callee.state_of(arguments), places, constants, spec)
+    route = _Route(callee, template, leaves, callee.state_of(arguments), places, constants, spec)
     again = _filled(route, given)
     if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):
         raise _NoRoute("a size in the graph is neither a number of tokens nor the number of items")
@@ -229,10 +226,8 @@ def _filled(route: _Route, given: Sequence[Any]) -> list[Any]:
     bound = route.callee.body.bound
     for position, leaf in route.leaves:
         arguments[position] = given[leaf]
-    tokens = arguments[bound.pixels].shape[0] // (bound.pixels_per_row * bound.symbols.unit)
     items = 0 if bound.grid is None else len(arguments[bound.grid])
-    for position, form in route.sizes:
-        arguments[position] = items if form is None else form[0] * tokens + form[1]
+    route.callee.parts.fill_sizes(arguments, arguments[bound.pixels].shape[0] // bound.pixels_per_row, items)
     return arguments
 
 

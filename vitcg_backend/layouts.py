@@ -205,7 +205,7 @@ class LayoutCache:
                 tensors, boundaries = exact.tensors, exact.boundaries
             else:
                 # Of one frame the functions' results are kept as they are: put together or not is the same.
-                alone = layout is not None and len(layout) == 1 and self._quick is not None and layout[0][:-2] in ((), (1,))
+                alone = layout is not None and len(layout) == 1 and layout[0][:-2] in ((), (1,))
                 tensors = self._prologue(args, layout, (), rows, quick=alone)
                 boundaries = self._boundaries(args, tensors, rows)
             values.unchecked = None

@@ -72,10 +72,14 @@ class Parts:
         if bound.grid is not None:
             grid = args[bound.grid]
             arguments[bound.grid] = grid_tensor(part.layout or (), grid.dtype, grid.device)
-        for position, form in self._sizes:  # those that do not follow the tokens are the number of items
-            tokens = part.rows // bound.symbols.unit
-            arguments[position] = len(part.layout or ()) if form is None else form[0] * tokens + form[1]
+        self.fill_sizes(arguments, part.rows, len(part.layout or ()))
         return arguments
+
+    def fill_sizes(self, arguments: list[Any], rows: int, items: int) -> None:
+        """Set the sizes among the arguments of a call: those that do not follow its rows are the number of its items."""
+        tokens = rows // self.body.bound.symbols.unit
+        for position, form in self._sizes:
+            arguments[position] = items if form is None else form[0] * tokens + form[1]
 
     def joined(self, args: Sequence[Any], layout: Layout | None, rows: int, plan: Plan) -> Joined:
         """Where the results of the parts go, once the parts have been found independent of one another.

@@ -111,9 +111,9 @@ class CompiledTower:
         self._elsewhere = self._state_elsewhere(positions)
         limit = options.memory_limit_mib
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
-        self._parts = Parts(body, self._layouts)
-        self._example = ExampleCall(body, self._parts, positions, example_inputs)
-        self.planner = Planner(options, bound.symbols.unit, self._parts.possible(), tokens_of_image(body))
+        self.parts = Parts(body, self._layouts)
+        self._example = ExampleCall(body, self.parts, positions, example_inputs)
+        self.planner = Planner(options, bound.symbols.unit, self.parts.possible(), tokens_of_image(body))
         self.watchers: list[Callable[[CompiledTower, Sequence[Any], Sequence[Any]], None]] = []  # told of each call
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._refused: dict[Any, str] = {}
@@ -221,7 +221,7 @@ class CompiledTower:
 
     def _in_parts(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         try:
-            joined = self._parts.joined(args, ask.layout, ask.rows, ask.plan)
+            joined = self.parts.joined(args, ask.layout, ask.rows, ask.plan)
         except Misfit as misfit:
             self.stats.refusals[misfit.reason] = str(misfit)
             self.planner.keep_whole(ask.layout)
@@ -232,7 +232,7 @@ class CompiledTower:
             return None, ask.because("invalid_grid")
         refused = None
         for part in ask.plan.parts:
-            own = self._parts.cut(args, part)
+            own = self.parts.cut(args, part)
             results, reason = self._replay(own, part, state, borrow=True)
             refused = refused or reason
             joined.add(part, self._uncaptured(own, part.layout, part.rows) if results is None else results)
@@ -457,7 +457,7 @@ class CompiledTower:
             self._captures.clear()
             self._refused.clear()
             self._layouts.clear()
-            self._parts.clear()
+            self.parts.clear()
             self._arena.clear()
             self._pool = None
             self._order.clear()

@@ -57,18 +57,18 @@ def prologue_by_frame(prologue: fx.GraphModule) -> fx.GraphModule:
     for node in prologue.graph.nodes:
         if node.target in METADATA_TARGETS:
             key, grid, tensors, constants = node.args[:4]
-            function = _function(key, len(tensors), constants)
+            function = _function(key, constants)
             copies[node] = graph.call_function(function, (copies[grid], [copies[t] for t in tensors]))
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     return fx.GraphModule(prologue, graph, class_name="PrologueByFrame")
 
 
-def _function(key: str, num_tensors: int, constants: str) -> Callable[[Tensor, Sequence[Tensor]], list[Tensor]]:
+def _function(key: str, constants: str) -> Callable[[Tensor, Sequence[Tensor]], list[Tensor]]:
     parts = _Parts(key, constants)
 
     def by_frame(grid: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if num_tensors:  # a value for each item, or a weight
+        if tensors:  # a value for each item, or a weight
             return ops.run(key, grid, tensors, constants)
         return parts(grid)
 
