@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitcg_backend
 from vitcg_backend import testing
+from vitcg_backend.capture import Capture
 
 
 def make(name: str = "qwen3_vl", **kwargs: Any) -> tuple[nn.Module, vitcg_backend.FastLane]:
@@ -101,6 +102,20 @@ def _train(tower: nn.Module) -> None:
     tower.train()
 
 
+@pytest.fixture
+def as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays on a CPU read parameters where and as they lay at the capture, as a CUDA graph does."""
+    if DEVICE != "cpu":
+        return
+
+    def record(self: Capture, args: Any, pool: Any) -> None:
+        self.graph_args = [a.detach() if isinstance(a, Tensor) else a for a in args]
+
+    monkeypatch.setattr(Capture, "record", record)
+    monkeypatch.setattr(Capture, "replay", lambda self, args: setattr(self, "_results", self.run(self.graph_args)))
+
+
+@pytest.mark.usefixtures("as_a_graph")
 def test_what_is_seen() -> None:
     """Each edit shows in the very next call of the lane, and in those after it."""
     tower, lane = make()

@@ -1,14 +1,16 @@
 """The sequence test: a seeded machine mixes grids, modes, weight edits, held outputs, failures and resets.
 
 Every step is eager's. A failure prints the shortest sequence of steps that still fails, as found by leaving steps out.
-``VITCG_STEPS=20000`` runs longer.
+``VITCG_STEPS=20000`` runs longer; a step on a GPU takes a tenth of a second or two, most of it for the float64 reference.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import random
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 import vitcg_backend
 from vitcg_backend import capture, testing
 
-STEPS = int(os.environ.get("VITCG_STEPS", "1000"))
+STEPS = int(os.environ.get("VITCG_STEPS", "1000" if DEVICE == "cpu" else "200"))
+_SHORTEN_S = 120.0  # most seconds that are spent on finding a shorter sequence
 Step = tuple[str, int]
 
 
@@ -74,11 +77,12 @@ class Machine:
         """A call with gradients, on the compiled tower and on eager."""
         which = rng.randrange(2)
         pixels, grid = testing.make_inputs(self.eager[which], layout(rng), seed=rng.randrange(1000))
-        grads = []
-        for tower in (self.compiled[which], self.eager[which]):
-            self.eager[which].zero_grad()
-            tower(pixels, grid_thw=grid).pooler_output.square().mean().backward()
-            grads.append([p.grad.clone() for p in self.eager[which].parameters() if p.grad is not None])
+        tower = self.eager[which]
+        grads = [gradients(self.compiled[which], tower, pixels, grid), gradients(tower, tower, pixels, grid)]
+        if DEVICE != "cpu":
+            exact = copy.deepcopy(tower).double()
+            testing.assert_within_budget(*grads, gradients(exact, exact, pixels.double(), grid))
+            return
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
@@ -129,6 +133,13 @@ class Machine:
         self.fail_captures = rng.randint(1, 2)
 
 
+def gradients(called: Any, tower: nn.Module, pixels: Tensor, grid: Tensor) -> list[Tensor]:
+    """Of the parameters of `tower`, by a call of it or of what it was compiled to."""
+    tower.zero_grad()
+    called(pixels, grid_thw=grid).pooler_output.square().mean().backward()
+    return [p.grad.clone() for p in tower.parameters() if p.grad is not None]
+
+
 def layout(rng: random.Random) -> tuple[tuple[int, int, int], ...]:
     """One to three images or videos, some of which fit no bucket."""
     return tuple((rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 5), 2 * rng.randint(1, 5)) for _ in range(rng.randint(1, 3)))
@@ -158,10 +169,10 @@ def first_failure(
 
 def shortest(steps: list[Step], fails: Callable[[list[Step]], bool], tries: int = 24) -> list[Step]:
     """Leave out halves, quarters, … as long as the rest still fails."""
-    size = len(steps) // 2
+    size, until = len(steps) // 2, time.monotonic() + _SHORTEN_S
     while size and tries:
         start = 0
-        while start < len(steps) and tries:
+        while start < len(steps) and tries and time.monotonic() < until:
             shorter = steps[:start] + steps[start + size :]
             tries -= 1
             if shorter and fails(shorter):

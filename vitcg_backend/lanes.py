@@ -25,6 +25,7 @@ from . import _torch
 from .backend import live_towers
 from .passes.graph import Role
 from .runtime import CompiledTower
+from .states import StateChanged
 
 __all__ = ["FastLane", "fast_lane"]
 
@@ -106,8 +107,10 @@ class FastLane:
         if route is not None:
             arguments = _arguments(route, given)
             if arguments is not None:
-                return _output(route, route.callee.serve(arguments, route.state))
-            self._routes.pop(kind, None)  # another set of parameters: Dynamo may have another graph for them
+                try:
+                    return _output(route, route.callee.serve(arguments, route.state))
+                except StateChanged:
+                    self._routes.pop(kind, None)  # Dynamo may have another graph for them
         return self._watched(kind, given, args, kwargs)
 
     def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
@@ -232,13 +235,13 @@ def _filled(route: _Route, given: Sequence[Any]) -> list[Any]:
 
 
 def _arguments(route: _Route, given: Sequence[Any]) -> list[Any] | None:
-    """The graph's arguments for a call; None where its parameters are not those of the route, or rows are no whole tokens."""
+    """The graph's arguments for a call; None where its rows are no whole tokens: Dynamo may have another graph for them."""
     arguments = _filled(route, given)
     bound = route.callee.body.bound
     rows = arguments[bound.pixels].shape[0]
     if rows == 0 or rows % (bound.pixels_per_row * bound.symbols.unit):
         return None
-    return arguments if route.callee.state_of(arguments) == route.state else None
+    return arguments
 
 
 def _output(route: _Route, results: Sequence[Any]) -> Any:

@@ -55,7 +55,7 @@ class LayoutValues:
         bounds: metadata index of a cu_seqlens -> the static bounds that `segments` was made for.
         num_segments: most segments among them that belong to the call, the padded tail left out.
         ready: event recorded after they were computed (CUDA).
-        stream: stream they were computed on.
+        stream: handle of the stream they were computed on.
         boundaries: metadata index of a cu_seqlens -> its values, for the unpadded layout alone.
         serial: a number no other values have.
         unchecked: the prologue's results and the values of each cu_seqlens, until `LayoutCache.check` has looked at them.
@@ -99,8 +99,8 @@ class LayoutValues:
         """Make the current stream see these values, and keep their memory until it is done with them."""
         if self.ready is None:
             return
-        stream = torch.cuda.current_stream(self.ready.device)
-        if stream != self.stream:
+        if _torch.raw_stream(self.ready.device) != self.stream:
+            stream = torch.cuda.current_stream(self.ready.device)
             stream.wait_event(self.ready)
             for tensor in (*self.tensors, *self.segments.values()):
                 tensor.record_stream(stream)
@@ -238,9 +238,9 @@ class LayoutCache:
             elif device.type == "cuda":
                 values.upload(device)
         if device.type == "cuda":
-            values.stream = torch.cuda.current_stream(device)
+            values.stream = _torch.raw_stream(device)
             values.ready = torch.cuda.Event()
-            values.ready.record(values.stream)
+            values.ready.record(torch.cuda.current_stream(device))
         return values
 
     def _prologue(

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -73,6 +73,7 @@ class Planner:
         cuttable: calls may be cut into parts where their layout allows it.
         tokens_of_image: output tokens of a row, for a tower whose rows are whole images: budgets then count images, and
             the automatic ladder ends at as many as `max_tokens` holds. 0 for a tower of patches.
+        fits: whether the compiled pieces are right for a plan, of a call of so many rows.
         costs: what has been measured.
         captured: budgets that have a capture.
         warming: captures are allowed although ``capture="warmup"`` is set.
@@ -82,6 +83,7 @@ class Planner:
     unit: int
     cuttable: bool = True
     tokens_of_image: int = 0
+    fits: Callable[[Plan, int], bool] = lambda plan, rows: True
     costs: Costs = field(default_factory=Costs)
     captured: set[int] = field(default_factory=set)
     warming: bool = False
@@ -128,6 +130,8 @@ class Planner:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(layout, rows)
+            if not self.fits(plan, rows):
+                plan = Plan((), "outside_compiled_sizes")
             if self._settled:
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.pop(next(iter(self._plans)))

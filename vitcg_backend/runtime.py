@@ -40,7 +40,7 @@ from .passes import CompiledBody
 from .passes.graph import Role
 from .planning import Part, Plan, Planner
 from .self_check import spoilt, trouble
-from .states import States
+from .states import StateChanged, States
 from .stream_order import StreamOrder
 
 __all__ = ["CompiledTower"]
@@ -113,7 +113,7 @@ class CompiledTower:
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self.parts = Parts(body, self._layouts)
         self._example = ExampleCall(body, self.parts, positions, example_inputs)
-        self.planner = Planner(options, bound.symbols.unit, self.parts.possible(), tokens_of_image(body))
+        self.planner = Planner(options, bound.symbols.unit, self.parts.possible(), tokens_of_image(body), self._fits)
         self.watchers: list[Callable[[CompiledTower, Sequence[Any], Sequence[Any]], None]] = []  # told of each call
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
         self._refused: dict[Any, str] = {}
@@ -136,19 +136,25 @@ class CompiledTower:
         with self._lock:
             return self._states.number(args)
 
-    def serve(self, args: Sequence[Any], state: int | None = None) -> list[Any]:
-        """As a call of this object, for a caller who has taken `state_of` these arguments already."""
+    def serve(self, args: Sequence[Any], expected: int | None = None) -> list[Any]:
+        """As a call of this object, by a caller who may know what `state_of` these arguments is to be.
+
+        Raises:
+            StateChanged: it is not that.
+        """
         device = self._device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return self._served(args, state)
+            return self._served(args, expected)
         with torch.cuda.device(device):  # kernels, events and the clock are those of the current device
-            return self._served(args, state)
+            return self._served(args, expected)
 
-    def _served(self, args: Sequence[Any], state: int | None) -> list[Any]:
+    def _served(self, args: Sequence[Any], expected: int | None) -> list[Any]:
         ask = self._ask(args)
         results = None
         if ask.plan.parts:
-            results, ask = self._planned(args, ask, state)
+            results, ask = self._planned(args, ask, expected)
+        elif expected is not None and self.state_of(args) != expected:
+            raise StateChanged
         self._record(ask)
         if ask.reason is None:
             assert results is not None  # a call without a reason was replayed
@@ -184,13 +190,16 @@ class CompiledTower:
     def _plan(self, layout: Layout | None, rows: int) -> Plan:
         reason = self._misfit()
         with self._lock:
-            plan = Plan((), reason) if reason else self.planner.plan(layout, rows)
+            return Plan((), reason) if reason else self.planner.plan(layout, rows)
+
+    def _fits(self, plan: Plan, rows: int) -> bool:
+        """Whether the compiled pieces are right for the sizes of a plan, or without one for the exact rows."""
         unit = self.body.bound.symbols.unit
         sizes = [part.bucket.tokens for part in plan.parts] or [rows // unit]
-        if not all(map(self.body.allows, sizes)) or not all(self.body.may_be_padded(p.rows // unit) for p in plan.parts):
+        fits = all(map(self.body.allows, sizes)) and all(self.body.may_be_padded(p.rows // unit) for p in plan.parts)
+        if not fits:
             self.stats.refusals["outside_compiled_sizes"] = self.body.assumptions()
-            return Plan((), "outside_compiled_sizes")
-        return plan
+        return fits
 
     def _misfit(self) -> str | None:
         if self.body.refusal is not None:
@@ -210,14 +219,27 @@ class CompiledTower:
                 return f"{node.name} is on {node.meta['val'].device} and the pixels are on {self._device}"
         return None
 
-    def _planned(self, args: Sequence[Any], ask: _Ask, state: int | None = None) -> tuple[list[Any] | None, _Ask]:
+    def _planned(self, args: Sequence[Any], ask: _Ask, expected: int | None) -> tuple[list[Any] | None, _Ask]:
         """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
         with self._lock, self._order.on(args[self.body.bound.pixels].device):
-            state = self._states.number(args) if state is None else state
-            if len(ask.plan.parts) > 1:
-                return self._in_parts(args, ask, state)
-            results, reason = self._replay(args, ask.plan.parts[0], state)
-            return results, ask if reason is None else ask.because(reason)
+            state = self._states.number_at(args)
+            if expected is not None and state != expected:
+                raise StateChanged
+            try:
+                outcome = self._replayed(args, ask, state)
+                if self._states.confirms(state, args):  # while the device works
+                    return outcome
+            except _Unconfirmed:
+                pass
+            if expected is not None:
+                raise StateChanged
+            return self._replayed(args, ask, self._states.number(args))
+
+    def _replayed(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
+        if len(ask.plan.parts) > 1:
+            return self._in_parts(args, ask, state)
+        results, reason = self._replay(args, ask.plan.parts[0], state)
+        return results, ask if reason is None else ask.because(reason)
 
     def _in_parts(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         try:
@@ -226,7 +248,7 @@ class CompiledTower:
             self.stats.refusals[misfit.reason] = str(misfit)
             self.planner.keep_whole(ask.layout)
             ask = _Ask(ask.layout, ask.rows, self._plan(ask.layout, ask.rows))
-            return self._planned(args, ask, state) if ask.plan.parts else (None, ask)
+            return self._replayed(args, ask, state) if ask.plan.parts else (None, ask)
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
             log.info("metadata of %s: %s", ask.layout, error)
             return None, ask.because("invalid_grid")
@@ -258,12 +280,16 @@ class CompiledTower:
         if capture is None and not self.planner.may_capture:
             return None, "not_warmed_up"
         if capture is None:
+            if not self._states.confirms(state, args):
+                raise _Unconfirmed
             reason = self._misfit_of(args, part, values)
             return (None, reason) if reason else self._first_use(key, args, part, values, borrow)
         self._captures.move_to_end(key)
         try:
             results = self._serve(capture, args, part, values, borrow)
         except Exception as error:  # out of memory for the results, say
+            if not self._states.confirms(state, args):
+                raise _Unconfirmed from error
             del self._captures[key]
             self._captures_changed()
             return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
@@ -545,6 +571,10 @@ class CompiledTower:
 
 class _Disagrees(Exception):
     """The self-check's verdict."""
+
+
+class _Unconfirmed(Exception):
+    """The parameters lie where those of a number do, and are not laid out as they are."""
 
 
 def _is_valid(layout: Layout, rows: int, unit: int) -> bool:

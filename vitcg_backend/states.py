@@ -2,7 +2,9 @@
 with.
 
 Every parameter's address, dtype, sizes and strides are looked at in every call, so there is no change of storage that goes
-unseen; an edit in place keeps them, and the graph reads the new values.
+unseen; an edit in place keeps them, and the graph reads the new values. The addresses come first, as a graph must not run on
+memory that has been given back; the rest, which another tensor at the same address would have to differ in, is looked at
+while the device works, before anybody gets a result (`number_at`, `confirms`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["MAX_STATES", "States"]
+__all__ = ["MAX_STATES", "StateChanged", "States"]
 
 MAX_STATES = 8
 """Most sets that are remembered: towers of one class share a graph, adapters are switched."""
@@ -26,8 +29,31 @@ _OWNERS = 8  # parameters that stand for their tower
 _address = Tensor.data_ptr
 
 
+class StateChanged(Exception):
+    """The parameters of a call are not those that were expected of it."""
+
+
+@dataclass
+class _Set:
+    """One set of parameters.
+
+    Attributes:
+        number: what it is called.
+        addresses: of its tensors.
+        alike: whether so many tensors are laid out as these are.
+        owners: weak references to the tensors that came with it last.
+        key: where it is remembered.
+    """
+
+    number: int
+    addresses: tuple[int, ...]
+    alike: Callable[..., bool]
+    owners: list[weakref.ref[Tensor]]
+    key: Any = None
+
+
 class States:
-    """The latest sets of parameter addresses.
+    """The latest sets of parameters.
 
     Args:
         positions: arguments of the graph that are parameters or buffers.
@@ -39,55 +65,69 @@ class States:
         self.positions = list(positions)
         self._of = itemgetter(*self.positions) if len(self.positions) > 1 else self._few
         self._forget = forget
-        self._known: OrderedDict[Any, int] = OrderedDict()
+        self._known: OrderedDict[Any, _Set] = OrderedDict()  # the latest comes last
+        self._at: dict[tuple[int, ...], _Set] = {}  # the latest of each set of addresses
         self._numbers = itertools.count()
-        self._last: tuple[list[int], int] = ([], -1)
-        self._laid_out_alike: Callable[..., bool] = lambda *tensors: True
-        self._owners: dict[int, list[weakref.ref[Tensor]]] = {-1: self._weak(example_inputs)}
+        self._traced = self._last = _Set(-1, (), lambda *tensors: True, self._weak(example_inputs))
 
     def __len__(self) -> int:
         return len(self._known)
 
     def number(self, args: Sequence[Any]) -> int:
         """The number of the parameters of a call."""
+        number = self.number_at(args)
+        if not self.confirms(number, args):
+            tensors = self._of(args)
+            return self._note(tuple(map(_address, tensors)), tensors)
+        return number
+
+    def number_at(self, args: Sequence[Any]) -> int:
+        """The number by the addresses alone: no result may be used before `confirms` says that it is right."""
         tensors = self._of(args)
-        addresses = list(map(_address, tensors))
-        if addresses != self._last[0] or not self._laid_out_alike(*tensors) or self._moved_in(args):
-            self._note(addresses, tensors, args)
-        return self._last[1]
+        addresses = tuple(map(_address, tensors))
+        last = self._last
+        known = last if addresses == last.addresses else self._at.get(addresses)
+        if known is None or (tensors and known.owners[0]() is not tensors[0]):  # or another tower has come to lie there
+            return self._note(addresses, tensors)
+        if known is not last:
+            self._known.move_to_end(known.key)
+            self._last = known
+        return known.number
+
+    def confirms(self, number: int, args: Sequence[Any]) -> bool:
+        """Whether the tensors of a call with the number's addresses are laid out as the number's."""
+        known = self._last if self._last.number == number else next((s for s in self._known.values() if s.number == number), None)
+        return known is not None and known.alike(*self._of(args))
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers owns any tensor of these ids."""
-        owners = [ref() for refs in list(self._owners.values()) for ref in refs[:_OWNERS]]
+        owners = [ref() for known in self._latest() for ref in known.owners[:_OWNERS]]
         return any(id(owner) in tensors for owner in owners if owner is not None)
 
     def latest_of(self, tensors: set[int]) -> list[Tensor] | None:
         """The latest set with any tensor of these ids, in the order of the positions; None without one that is still there."""
-        for refs in reversed(list(self._owners.values())):
-            held = [ref() for ref in refs]
+        for known in reversed(self._latest()):
+            held = [ref() for ref in known.owners]
             if (any(id(owner) in tensors for owner in held) or not held) and all(owner is not None for owner in held):
                 return held  # type: ignore[return-value]  # none of them is None, says the line above
         return None
 
-    def _note(self, addresses: list[int], tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
-        key = tuple((address, t.dtype, t.shape, t.stride()) for address, t in zip(addresses, tensors, strict=True))
-        if key not in self._known:
-            self._known[key] = next(self._numbers)
-            while len(self._known) > MAX_STATES:
-                dropped = self._known.popitem(last=False)[1]
-                self._owners.pop(dropped, None)
-                self._forget(dropped)
-        self._known.move_to_end(key)
-        number = self._known[key]
-        self._last = (addresses, number)
-        self._laid_out_alike = _torch.layout_check(tensors)
-        self._owners.pop(number, None)  # the latest comes last
-        self._owners[number] = self._weak(args)
+    def _latest(self) -> list[_Set]:
+        return [self._traced, *self._known.values()]
 
-    def _moved_in(self, args: Sequence[Any]) -> bool:
-        """Whether another tower has come to lie at the addresses of the last one."""
-        owners = self._owners.get(self._last[1])
-        return bool(owners) and owners[0]() is not args[self.positions[0]]  # type: ignore[index]
+    def _note(self, addresses: tuple[int, ...], tensors: Sequence[Tensor]) -> int:
+        key = tuple((address, t.dtype, t.shape, t.stride()) for address, t in zip(addresses, tensors, strict=True))
+        known = self._known.get(key)
+        number = next(self._numbers) if known is None else known.number
+        known = _Set(number, addresses, _torch.layout_check(tensors), [weakref.ref(t) for t in tensors], key)
+        self._known[key] = self._at[addresses] = self._last = known
+        self._known.move_to_end(key)
+        while len(self._known) > MAX_STATES:
+            dropped = self._known.popitem(last=False)[1]
+            if self._at.get(dropped.addresses) is dropped:
+                del self._at[dropped.addresses]
+            self._forget(dropped.number)
+        return number
 
     def _weak(self, args: Sequence[Any]) -> list[weakref.ref[Tensor]]:
         return [weakref.ref(args[i]) for i in self.positions]
