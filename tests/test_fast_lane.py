@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import torch
 from common import DEVICE, IMAGE, LAYOUTS, MIXED, TOWERS, TWO_IMAGES, VIDEO, assert_equal, compile_tower, run, stats, tiny_tower
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitcg_backend
@@ -132,6 +134,21 @@ def test_what_is_seen() -> None:
             assert stats(tower).captures > captures
         if edit in (None, _in_place, _load, _data):
             assert dynamos(tower, lambda: assert_same(lane, tower, IMAGE)) == 0
+
+
+def test_memory_stays_until_a_call_has_seen_the_change() -> None:
+    """A replay may begin before the parameters are looked at: what it reads must still be there. Then it is given back."""
+    tower, lane = make()
+    for seed in range(3):
+        assert_same(lane, tower, IMAGE, seed=seed)
+    weight = tower.blocks[0].mlp.linear_fc1.weight
+    old = StorageWeakRef(weight.untyped_storage())
+    weight.data = weight.data * 2
+    gc.collect()
+    assert not old.expired()
+    assert_same(lane, tower, IMAGE)
+    gc.collect()
+    assert old.expired()
 
 
 def test_modes_and_arguments_alternate() -> None:

@@ -9,6 +9,7 @@ import torch
 from common import DEVICE, IMAGE, TOWERS, VIDEO, assert_same, compile_tower, run, stats, tiny_tower
 
 from vitcg_backend import costs, testing
+from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import num_patches
 from vitcg_backend.costs import FIXED_TOKENS, Costs
 from vitcg_backend.options import Options
@@ -106,6 +107,24 @@ def test_a_second_replay_is_not_tried_out_for_little() -> None:
     plans.use({3712, 416})
     served = [sorted(part.bucket.tokens for part in plan(plans, *mix).parts) for _ in range(20)]
     assert served == [[4352]] * 7 + [[416, 3712]] * 13
+
+
+def test_what_was_measured_is_preferred_to_an_estimate() -> None:
+    """Two replays in place of one, by estimates, bring the one along to be measured beside them, until a verdict is there."""
+    layout = [(1, 8, 8), (1, 8, 8), (1, 4, 4)]
+    plans = planner(min_tokens="auto", token_budgets=[16, 32, 64])
+    for budget, seconds in ((16, 1.5), (32, 2.0), (64, 5.0)):
+        plans.costs.learn_replay(budget, None, seconds)
+    made = [plan(plans, *layout) for _ in range(9)]
+    assert [sorted(part.bucket.tokens for part in p.parts) for p in made] == [[16, 32]] * 9
+    assert [p.rival is not None for p in made] == [False] * 7 + [True] * 2
+    assert [part.bucket.tokens for part in made[-1].rival.parts] == [64]
+    for several, expected in ((True, [16, 32]), (False, [64])):
+        plans.settle(tuple(layout), several)
+        assert sorted(part.bucket.tokens for part in plan(plans, *layout).parts) == expected
+        assert plan(plans, *layout).rival is None
+    plans.use({16, 32, 64})  # other buckets, another question
+    assert plan(plans, *layout).rival is not None
 
 
 def test_a_second_replay_is_tried_out_for_much() -> None:
@@ -361,6 +380,31 @@ def test_packed_calls_are_compared_with_the_uncaptured_pieces(monkeypatch: pytes
     assert reasons[0] is None
     assert reasons[1:] == ["uncaptured_is_faster"] * 2
     assert clock.asked == 7
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_packed_calls_that_come_again_are_compared_with_one_replay(monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
+    """By the eighth call of a layout its replays are timed beside one of everything, once; the faster serves from then on."""
+    tower = tiny_tower("qwen2_vl")
+    compiled = compile_tower(tower, min_tokens="auto", token_budgets=[16, 32, 64])
+    layout = ((1, 8, 8),) * 2 + ((1, 4, 4),)
+    monkeypatch.setattr(costs, "seconds", lambda runs, device: [9.0 for run in runs if run() or True])
+    assert_same(compiled, tower, layout)
+    (part,) = live_towers(tower)
+    for budget, seconds in ((16, 1.5), (32, 2.0), (64, 5.0)):
+        part.planner.costs.learn_replay(budget, None, seconds)
+    part.planner.costs.learn_uncaptured(64, 36, None, 9.0)
+    part.planner._forget()
+    clock = Clock(*((1.0, 2.0) if several else (2.0, 1.0)))
+    served = []
+    for step in range(12):
+        if step == 2:  # both small buckets are captured and measured
+            monkeypatch.setattr(costs, "seconds", clock)
+        assert_same(compiled, tower, layout, seed=step)
+        served.append(sorted(budget for budget, _ in stats(tower).last.replays))
+    assert clock.asked == 2
+    assert served[2:7] == [[16, 32]] * 5
+    assert served[8:] == ([[16, 32]] if several else [[64]]) * 4
 
 
 def test_a_failing_measurement_costs_the_caller_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ import vitcg_backend
 from vitcg_backend import testing
 from vitcg_backend.backend import live_towers
 from vitcg_backend.errors import Refused
+from vitcg_backend.runtime import CompiledTower
 
 SAME_ROWS = (
     ((1, 16, 16),),
@@ -865,6 +866,45 @@ def test_b47_many_grids_are_bounded() -> None:
     counted = stats(tower)
     assert counted.hits + sum(counted.fallbacks.values()) == counted.calls == 100
     assert counted.captures <= 3 * 4
+
+
+def test_what_was_served_before_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known layout goes straight to its replay, by all checks again once anything that the plan stands on has changed."""
+    tower = tiny_tower("qwen3_vl", depth=1)
+    compiled = compile_tower(tower)
+    for layout in (IMAGE, MIXED) * 10:  # a layout of several items is counted first
+        assert_same(compiled, tower, layout)
+    asked = []
+    ask = CompiledTower._ask
+    monkeypatch.setattr(CompiledTower, "_ask", lambda self, args: asked.append(args) or ask(self, args))
+    before = stats(tower).hits
+    for seed, layout in enumerate((IMAGE, MIXED, MIXED, IMAGE)):
+        assert_same(compiled, tower, layout, seed=seed)
+    assert not asked
+    assert stats(tower).hits == before + 4
+    (part,) = live_towers(tower)
+    weight = tower.blocks[0].mlp.linear_fc1.weight
+    changes = {
+        "a layout is forgotten": part.forget_layouts,
+        "captures are given back": vitcg_backend.reset,
+        "a plan is made anew": lambda: part.planner.learn_uncaptured(IMAGE, 16, 1.0),
+        "weights lie elsewhere": lambda: setattr(weight, "data", weight.data * 2),
+        "weights lie otherwise": lambda: setattr(weight, "data", weight.data.t().contiguous().t()),
+        "kernels are chosen otherwise": lambda: torch.set_float32_matmul_precision("high"),
+    }
+    try:
+        for what, change in changes.items():
+            captures = stats(tower).captures
+            asked.clear()
+            change()
+            assert_same(compiled, tower, IMAGE)
+            assert len(asked) == 1, what
+            captured = stats(tower).captures > captures
+            for seed in range(3):
+                assert_same(compiled, tower, IMAGE, seed=seed)
+            assert len(asked) == (2 if captured else 1), what  # a first use notes nothing
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_b45_a_memory_limit_evicts_and_does_not_thrash() -> None:

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 
 __all__ = [
+    "Ambient",
     "BackendRestart",
     "FakeTensorMode",
     "RandomWatch",
@@ -610,6 +611,24 @@ def ambient_state() -> tuple[Any, ...]:
     """Modes that change what a trace records or a compiler makes of it: autocast, the default dtype, `numeric_state`."""
     casts = tuple((kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda"))
     return casts, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), numeric_state()
+
+
+class Ambient:
+    """Grad mode and `ambient_state` without `numeric_state`, asked for one by one only where one of them has changed.
+
+    Source: `GlobalStateGuard` (torch/csrc/dynamo/guards.cpp), which Dynamo looks at in each call for the same reason.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Any] | None = None
+
+    def now(self) -> tuple[Any, ...]:
+        """(whether grad mode is on, autocast, default dtype, deterministic algorithms) of the current thread."""
+        last = self._last
+        if last is None or not last[0].check():
+            guard = torch._C._dynamo.guards.GlobalStateGuard()
+            last = self._last = guard, (torch.is_grad_enabled(), *ambient_state()[:-1])
+        return last[1]  # type: ignore[no-any-return]
 
 
 def numeric_state() -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ still change from call to call is looked at: shapes and dtypes of the arguments,
 
 ::
 
-    call ─▶ kind of call (names, dtypes, fixed sizes, modes) ─▶ route known? ─▶ parameters as they were? ─▶ runtime ─▶ output
+    call ─▶ kind of call (names, dtypes, fixed sizes, modes) ─▶ route known? ─▶ runtime (parameters as they were?) ─▶ output
                                                              └▶ the compiled tower, watched: a route for the next call
 """
 
@@ -25,7 +25,7 @@ from . import _torch
 from .backend import live_towers
 from .passes.graph import Role
 from .runtime import CompiledTower
-from .states import StateChanged
+from .states import Known, StateChanged
 
 __all__ = ["FastLane", "fast_lane"]
 
@@ -65,7 +65,7 @@ class _Route:
         callee: the graph that serves it.
         template: its arguments: parameters and buffers as they are, None for what each call brings.
         leaves: (position of an argument, which leaf of the call's arguments it is).
-        state: the number of its parameters.
+        known: its parameters. Their memory is kept: it must not go while a replay that finds them changed still runs.
         results: which result of the graph each leaf of the output is, None for `constants`.
         constants: leaves of the output that are the same in each call.
         spec: structure of the output.
@@ -74,7 +74,7 @@ class _Route:
     callee: CompiledTower
     template: list[Any]
     leaves: list[tuple[int, int]]
-    state: int
+    known: Known
     results: list[int | None]
     constants: list[Any]
     spec: Any
@@ -93,6 +93,7 @@ class FastLane:
         self.refusals: dict[Any, str] = {}
         self._module: nn.Module = getattr(tower, "_orig_mod", tower)
         self._routes: dict[Any, _Route] = {}
+        self._ambient = _torch.Ambient()
 
     def forget(self) -> None:
         """Look at the tower once more: its modules have changed."""
@@ -108,20 +109,21 @@ class FastLane:
             arguments = _arguments(route, given)
             if arguments is not None:
                 try:
-                    return _output(route, route.callee.serve(arguments, route.state))
+                    return _output(route, route.callee.serve(arguments, route.known))
                 except StateChanged:
                     self._routes.pop(kind, None)  # Dynamo may have another graph for them
         return self._watched(kind, given, args, kwargs)
 
     def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
         """What tells calls apart, None where that is not known."""
-        if torch.is_grad_enabled() or _torch.watched_by_modes():
+        ambient = self._ambient.now()
+        if ambient[0] or _torch.watched_by_modes():  # grad mode
             return None
         described = [_described(value) for value in given]
         tensors = [id(value) for value in given if isinstance(value, Tensor)]
         if None in described or len(set(tensors)) < len(tensors):
             return None
-        modes = torch.is_inference_mode_enabled(), self._module.training, _torch.ambient_state()
+        modes = torch.is_inference_mode_enabled(), self._module.training, ambient, _torch.numeric_state()
         return positional, tuple(kwargs), tuple(described), modes
 
     def _watched(self, kind: Any, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,32 +218,45 @@ def _route(
         if isinstance(leaf, Tensor) and places[-1] is None:
             raise _NoRoute("a tensor of the output is made outside of the graph")
     constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
-    route = _Route(callee, template, leaves, callee.state_of(arguments), places, constants, spec)
+    try:
+        known = callee.known(arguments)
+    except (NotImplementedError, RuntimeError) as error:  # a tensor that has no storage of its own
+        raise _NoRoute(f"the memory of its parameters is not known: {error}") from error
+    route = _Route(callee, template, leaves, known, places, constants, spec)
     again = _filled(route, given)
     if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):
         raise _NoRoute("a size in the graph is neither a number of tokens nor the number of items")
     return route
 
 
-def _filled(route: _Route, given: Sequence[Any]) -> list[Any]:
+class _Arguments(Sequence[Any]):
+    """The graph's arguments for a call: its own over those of a route, which are not copied for each call."""
+
+    def __init__(self, route: _Route, own: dict[int, Any]) -> None:
+        self._template, self._own = route.template, own
+
+    def __len__(self) -> int:
+        return len(self._template)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self._own[position] if position in self._own else self._template[position]
+
+
+def _filled(route: _Route, given: Sequence[Any]) -> _Arguments:
     """The graph's arguments for a call."""
-    arguments = list(route.template)
+    own = {position: given[leaf] for position, leaf in route.leaves}
     bound = route.callee.body.bound
-    for position, leaf in route.leaves:
-        arguments[position] = given[leaf]
-    items = 0 if bound.grid is None else len(arguments[bound.grid])
-    route.callee.parts.fill_sizes(arguments, arguments[bound.pixels].shape[0] // bound.pixels_per_row, items)
-    return arguments
+    items = 0 if bound.grid is None else len(own[bound.grid])
+    route.callee.parts.fill_sizes(own, own[bound.pixels].shape[0] // bound.pixels_per_row, items)
+    return _Arguments(route, own)
 
 
-def _arguments(route: _Route, given: Sequence[Any]) -> list[Any] | None:
+def _arguments(route: _Route, given: Sequence[Any]) -> _Arguments | None:
     """The graph's arguments for a call; None where its rows are no whole tokens: Dynamo may have another graph for them."""
     arguments = _filled(route, given)
     bound = route.callee.body.bound
     rows = arguments[bound.pixels].shape[0]
-    if rows == 0 or rows % (bound.pixels_per_row * bound.symbols.unit):
-        return None
-    return arguments
+    return None if rows == 0 or rows % (bound.pixels_per_row * bound.symbols.unit) else arguments
 
 
 def _output(route: _Route, results: Sequence[Any]) -> Any:

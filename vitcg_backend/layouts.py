@@ -116,14 +116,16 @@ class LayoutCache:
 
     Attributes:
         num_bytes: of what is kept.
+        version: goes up whenever values are dropped.
+        items: arguments that bring a value for each item, besides the grid.
     """
 
     def __init__(self, body: CompiledBody, kernel: VarlenKernel | None, max_bytes: int = MAX_BYTES) -> None:
         self.body = body
         self.kernel = kernel
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes, self.num_bytes, self.version = max_bytes, 0, 0
         self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
-        self._items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
+        self.items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
         self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
         self._host, self._quick = body.host_prologue, body.quick_prologue
@@ -135,6 +137,7 @@ class LayoutCache:
 
     def clear(self) -> None:
         """Forget every layout."""
+        self.version += 1
         self._values.clear()
         self._shared.clear()
         self.num_bytes = 0
@@ -150,6 +153,7 @@ class LayoutCache:
         self._drop(lambda key: key[3] == bucket)
 
     def _drop(self, chosen: Callable[[Any], bool]) -> None:
+        self.version += 1
         for key in [key for key in self._values if chosen(key)]:
             self.num_bytes -= self._values.pop(key).num_bytes
 
@@ -171,7 +175,7 @@ class LayoutCache:
         """
         if not keep or self.body.hoisted.reads_state:
             return self._compute(args, layout, rows, bucket)
-        items = tuple(tuple(args[i].tolist()) for i in self._items)
+        items = tuple(tuple(args[i].tolist()) for i in self.items)
         if any(len(i) != len(layout or ()) for i in items):
             return self._compute(args, layout, rows, bucket)
         key = (layout, items, rows, bucket)
@@ -182,6 +186,7 @@ class LayoutCache:
             self.num_bytes += values.num_bytes
             while len(self._values) > 1 and (len(self._values) > _MAX_LAYOUTS or self.num_bytes > self.max_bytes):
                 self.num_bytes -= self._values.popitem(last=False)[1].num_bytes
+                self.version += 1
         else:
             self._values.move_to_end(key)
         if values.misfit is not None:

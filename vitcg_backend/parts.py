@@ -75,7 +75,7 @@ class Parts:
         self.fill_sizes(arguments, part.rows, len(part.layout or ()))
         return arguments
 
-    def fill_sizes(self, arguments: list[Any], rows: int, items: int) -> None:
+    def fill_sizes(self, arguments: list[Any] | dict[int, Any], rows: int, items: int) -> None:
         """Set the sizes among the arguments of a call: those that do not follow its rows are the number of its items."""
         tokens = rows // self.body.bound.symbols.unit
         for position, form in self._sizes:

@@ -27,7 +27,7 @@ _MAX_SIZES = 4096
 _REFIT_AFTER = 64  # calls until budgets are first fitted to the traffic; then twice as many, up to _REFIT_EVERY
 _REFIT_EVERY = 4096
 WORTH = 0.1  # share of a call's cost that several replays have to save in place of one, at once
-REPEATED = 8  # calls of one layout from which on they only have to save something
+REPEATED = 8  # calls of one layout from which on they only have to save something, as measured
 _WANTED = 4  # calls that a captured bucket serves until a better fitting one is captured
 
 Range = tuple[int, int]
@@ -52,10 +52,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The replays of a call in order, or none and the reason."""
+    """The replays of a call in order, or none and the reason.
+
+    Attributes:
+        parts: the replays.
+        reason: why there is none.
+        rival: one replay of everything, where these several were chosen by estimates and are to be measured beside it.
+    """
 
     parts: tuple[Part, ...]
     reason: str | None = None
+    rival: Plan | None = None
 
     @property
     def bucket_tokens(self) -> int | None:
@@ -77,6 +84,7 @@ class Planner:
         costs: what has been measured.
         captured: budgets that have a capture.
         warming: captures are allowed although ``capture="warmup"`` is set.
+        version: goes up whenever a plan may have become another.
     """
 
     options: Options
@@ -87,11 +95,13 @@ class Planner:
     costs: Costs = field(default_factory=Costs)
     captured: set[int] = field(default_factory=set)
     warming: bool = False
+    version: int = 0
     ladder: Ladder = field(init=False)
     _plans: dict[object, Plan] = field(default_factory=dict)
     _capacities: dict[tuple[int, ...], Capacities] = field(default_factory=dict)
     _repeats: dict[Layout, int] = field(default_factory=dict)
     _whole: set[Layout] = field(default_factory=set)
+    _several: dict[Layout, bool] = field(default_factory=dict)  # whether several replays were measured to be faster than one
     _sizes: Counter[int] = field(default_factory=Counter)
     _wanted: Counter[int] = field(default_factory=Counter)
     _settled: bool = True
@@ -138,6 +148,11 @@ class Planner:
                 self._plans[key] = plan
         return plan
 
+    def is_final(self, layout: Layout | None) -> bool:
+        """Whether the next call of this layout, which has a plan, gets the same one and need not be counted."""
+        counted = layout is None or len(layout) == 1 or self._repeats.get(layout, 0) >= REPEATED
+        return counted and self._settled and not self._observes
+
     def learn(self, part: Part, replay_s: float, uncaptured_s: float) -> None:
         """The seconds of a part's first use, replayed and uncaptured."""
         self.costs.learn_replay(part.bucket.tokens, part.layout, replay_s)
@@ -164,6 +179,7 @@ class Planner:
         """These budgets have a capture now."""
         if captured != self.captured:
             self.captured = captured
+            self._several.clear()
             self._forget()
 
     def keep_whole(self, layout: Layout | None) -> None:
@@ -175,6 +191,14 @@ class Planner:
                 self._whole.clear()
             self._whole.add(layout)
         self._forget()
+
+    def settle(self, layout: Layout, several: bool) -> None:
+        """Several replays were, or were not, faster than one on this layout."""
+        if len(self._several) >= _MAX_PLANS:
+            self._several.clear()
+        self._several[layout] = several
+        self._plans.pop(layout, None)
+        self.version += 1
 
     def _count(self, layout: Layout) -> None:
         """Count the calls of several items by layout."""
@@ -206,6 +230,7 @@ class Planner:
 
     def _forget(self) -> None:
         """Plans are made anew: what they were made from has changed."""
+        self.version += 1
         self._plans.clear()
         self._capacities.clear()
 
@@ -245,7 +270,13 @@ class Planner:
             bucket = Bucket(groups[0][1], self.unit)
             return Plan((Part(layout, rows, bucket, ((0, rows),)),))
         starts = list(accumulate(patches, initial=0))
-        return Plan(tuple(self._part(group, units, starts) for group in groups))
+        plan = Plan(tuple(self._part(group, units, starts) for group in groups))
+        unknown = self.measures and self._repeats.get(layout, 0) >= REPEATED and layout not in self._several
+        return (
+            replace(plan, rival=self._whole_plan(layout, rows, capacities))
+            if unknown and self._fits_one(layout, capacities)
+            else plan
+        )
 
     def _groups(
         self, layout: Layout, tokens: Sequence[int], frames: Sequence[int], capacities: Capacities
@@ -257,18 +288,27 @@ class Planner:
         total = sum(tokens)
         if groups is None or len(groups) == 1:
             return groups
-        if total > capacities.budgets[-1] or len(tokens) > capacities.max_items or sum(frames) > capacities.max_frames:
-            return groups
-        if _cost(groups, capacities) < (1 - WORTH) * capacities.cost(total):
+        if not self._fits_one(layout, capacities):
             return groups
         whole = capacities.budgets[capacities.rung(total)]
         one = [(list(range(len(tokens))), whole)]
+        if self._several.get(layout) is False:
+            return one
+        if _cost(groups, capacities) < (1 - WORTH) * capacities.cost(total):
+            return groups
         if self._repeats.get(layout, 0) < REPEATED:
             return one
         known = [(b, c) for b, c in zip(capacities.budgets, capacities.costs, strict=True) if b in self.captured or b == whole]
         budgets, costs = zip(*known, strict=True)
         groups = pack(tokens, frames, replace(capacities, budgets=budgets, costs=costs))
         return groups if groups and _cost(groups, capacities) < (1 - MARGIN) * capacities.cost(total) else one
+
+    def _fits_one(self, layout: Layout, capacities: Capacities) -> bool:
+        """Whether one replay may serve all of a layout."""
+        tokens = sum(t * h * w for t, h, w in layout) // self.unit
+        frames = sum(t for t, _, _ in layout)
+        within = tokens <= capacities.budgets[-1] and frames <= capacities.max_frames
+        return within and len(layout) <= capacities.max_items
 
     def _units(self, layout: Layout, capacities: Capacities) -> Layout:
         """The items; one that exceeds a limit by itself as runs of its frames."""

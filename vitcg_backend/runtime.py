@@ -40,13 +40,14 @@ from .passes import CompiledBody
 from .passes.graph import Role
 from .planning import Part, Plan, Planner
 from .self_check import spoilt, trouble
-from .states import StateChanged, States
+from .states import Known, StateChanged, States
 from .stream_order import StreamOrder
 
 __all__ = ["CompiledTower"]
 
 log = _torch.log
 _MAX_CAPTURES = 128
+_MAX_AGAIN = 256
 _BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number", "forward_ad"}
 _NO_REFUSAL = {"invalid_grid", "uncaptured_is_faster"}  # under `strict`: eager's own error, and a choice for speed
 
@@ -75,6 +76,22 @@ class _Ask:
     @property
     def items(self) -> int:
         return 0 if self.layout is None else len(self.layout)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """How a layout was served by one replay: the next call of it is served alike, as long as nothing has changed.
+
+    Attributes:
+        key: of the capture.
+        record: what is counted.
+    """
+
+    key: Any
+    capture: Capture
+    part: Part
+    values: LayoutValues
+    record: CallRecord
 
 
 class CompiledTower:
@@ -109,6 +126,9 @@ class CompiledTower:
         self.owners = Owners(example_inputs)
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._elsewhere = self._state_elsewhere(positions)
+        self._again: dict[Any, _Again] = {}  # layout and pixel rows -> how it was served
+        self._again_at: tuple[int, ...] = ()  # `_versions` when it was
+        self._version = 0  # goes up whenever captures or refusals change
         limit = options.memory_limit_mib
         self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self.parts = Parts(body, self._layouts)
@@ -131,30 +151,39 @@ class CompiledTower:
             watcher(self, args, results)
         return results
 
-    def state_of(self, args: Sequence[Any]) -> int:
-        """The number of a call's set of parameters, see `States`."""
+    def known(self, args: Sequence[Any]) -> Known:
+        """The parameters of a call, for a caller who keeps them and has looked at all else that Dynamo would look at."""
         with self._lock:
-            return self._states.number(args)
+            return self._states.keep(args)
 
-    def serve(self, args: Sequence[Any], expected: int | None = None) -> list[Any]:
-        """As a call of this object, by a caller who may know what `state_of` these arguments is to be.
+    def serve(self, args: Sequence[Any], known: Known | None = None) -> list[Any]:
+        """As a call of this object.
+
+        Args:
+            args: arguments of the graph.
+            known: what the caller expects the parameters among them to be.
 
         Raises:
-            StateChanged: it is not that.
+            StateChanged: they are not that.
         """
         device = self._device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return self._served(args, expected)
+            return self._served(args, known)
         with torch.cuda.device(device):  # kernels, events and the clock are those of the current device
-            return self._served(args, expected)
+            return self._served(args, known)
 
-    def _served(self, args: Sequence[Any], expected: int | None) -> list[Any]:
+    def _served(self, args: Sequence[Any], known: Known | None) -> list[Any]:
+        results = self._as_before(args, known)
+        if results is not None:
+            return results
+        args = list(args)
+        if known is not None:
+            with self._lock:
+                if self._states.number(known.tensors) != known.number:
+                    raise StateChanged
         ask = self._ask(args)
-        results = None
         if ask.plan.parts:
-            results, ask = self._planned(args, ask, expected)
-        elif expected is not None and self.state_of(args) != expected:
-            raise StateChanged
+            results, ask = self._planned(args, ask)
         self._record(ask)
         if ask.reason is None:
             assert results is not None  # a call without a reason was replayed
@@ -164,6 +193,39 @@ class CompiledTower:
         if results is not None:  # some of its parts ran uncaptured
             return results
         return self._operators(args) if ask.reason in _BY_OPERATORS else self._uncaptured(args, ask.layout, ask.rows)
+
+    def _as_before(self, args: Sequence[Any], known: Known | None) -> list[Any] | None:
+        """Results of a call whose layout one replay has served before, None where anything is not as it was then.
+
+        Nothing is looked at before the replay that can be looked at while it runs: small calls wait for the host.
+        """
+        bound = self.body.bound
+        layout = None if bound.grid is None else tuple(map(tuple, args[bound.grid].tolist()))
+        again = self._again.get((layout, args[bound.pixels].shape[bound.pixel_axis]))
+        if again is None or _torch.in_forward_ad():
+            return None
+        with self._lock, self._order.on(self._device):
+            tensors = self._states.of(args) if known is None else known.tensors
+            state = self._states.number_at(tensors) if known is None else known.number
+            if self._again_at != self._versions or again.key[2:] != (state, _torch.numeric_state()):
+                return None
+            again.values.wait()
+            try:
+                results = self._serve(again.capture, args, again.part, again.values, borrow=False)
+            except Exception as error:  # once more, by way of all checks
+                log.info("replay of %d tokens: %s", again.part.bucket.tokens, error)
+                return None
+            if known is not None and self._states.number_at(tensors) != state:
+                raise StateChanged
+            if not self._states.confirms(state, tensors):
+                return None
+            self._captures.move_to_end(again.key)
+        self.stats.record(again.record)
+        return results
+
+    @property
+    def _versions(self) -> tuple[int, ...]:
+        return self._version, self._layouts.version, self.planner.version
 
     def _ask(self, args: Sequence[Any]) -> _Ask:
         bound = self.body.bound
@@ -219,21 +281,18 @@ class CompiledTower:
                 return f"{node.name} is on {node.meta['val'].device} and the pixels are on {self._device}"
         return None
 
-    def _planned(self, args: Sequence[Any], ask: _Ask, expected: int | None) -> tuple[list[Any] | None, _Ask]:
+    def _planned(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
         """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
-        with self._lock, self._order.on(args[self.body.bound.pixels].device):
-            state = self._states.number_at(args)
-            if expected is not None and state != expected:
-                raise StateChanged
+        with self._lock, self._order.on(self._device):
+            tensors = self._states.of(args)
+            state = self._states.number_at(tensors)
             try:
                 outcome = self._replayed(args, ask, state)
-                if self._states.confirms(state, args):  # while the device works
+                if self._states.confirms(state, tensors):  # while the device works
                     return outcome
             except _Unconfirmed:
                 pass
-            if expected is not None:
-                raise StateChanged
-            return self._replayed(args, ask, self._states.number(args))
+            return self._replayed(args, ask, self._states.number(tensors))
 
     def _replayed(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         if len(ask.plan.parts) > 1:
@@ -258,9 +317,30 @@ class CompiledTower:
             results, reason = self._replay(own, part, state, borrow=True)
             refused = refused or reason
             joined.add(part, self._uncaptured(own, part.layout, part.rows) if results is None else results)
+        if ask.plan.rival is not None and refused is None:
+            self._choose(args, ask, state)
         if self.planner.lacks(ask.rows):
             self.planner.learn_uncaptured(ask.layout, ask.rows, self._uncaptured_s(args, ask.layout, ask.rows))
         return joined.results, ask if refused is None else ask.because(refused)
+
+    def _choose(self, args: Sequence[Any], ask: _Ask, state: int) -> None:
+        """Measure several replays beside one of everything: once for a layout that comes again."""
+        assert ask.plan.rival is not None
+        assert ask.layout is not None
+        several = _Ask(ask.layout, ask.rows, Plan(ask.plan.parts))
+        whole = ask.plan.rival.parts[0]
+
+        def one() -> None:
+            results, reason = self._replay(args, whole, state)
+            if results is None:
+                raise RuntimeError(reason)
+
+        try:
+            times = self._time(lambda: self._in_parts(args, several, state), one)
+        except Exception as error:  # one replay cannot serve it
+            log.info("one replay of %d rows was not measured: %s", ask.rows, error)
+            times = [0.0, math.inf]
+        self.planner.settle(ask.layout, times[0] < times[1])
 
     def _replay(self, args: Sequence[Any], part: Part, state: int, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
         """One replay. With `borrow` the results are views of the static outputs."""
@@ -280,7 +360,7 @@ class CompiledTower:
         if capture is None and not self.planner.may_capture:
             return None, "not_warmed_up"
         if capture is None:
-            if not self._states.confirms(state, args):
+            if not self._states.confirms(state, self._states.of(args)):
                 raise _Unconfirmed
             reason = self._misfit_of(args, part, values)
             return (None, reason) if reason else self._first_use(key, args, part, values, borrow)
@@ -288,13 +368,29 @@ class CompiledTower:
         try:
             results = self._serve(capture, args, part, values, borrow)
         except Exception as error:  # out of memory for the results, say
-            if not self._states.confirms(state, args):
+            if not self._states.confirms(state, self._states.of(args)):
                 raise _Unconfirmed from error
             del self._captures[key]
             self._captures_changed()
             return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
         reason = self._misfit_of(args, part, values)  # while the device works
+        if reason is None and not borrow:
+            self._note_how(key, capture, part, values)
         return (None, reason) if reason else (results, None)
+
+    def _note_how(self, key: Any, capture: Capture, part: Part, values: LayoutValues) -> None:
+        """The next call of the layout may be served `_as_before`, if nothing else of a call has a say in it."""
+        body, bound = self.body, self.body.bound
+        plain = not (self._extra or bound.numbers or body.checks or body.hoisted.reads_state or self._layouts.items)
+        if not plain or not self.planner.is_final(part.layout):
+            return
+        if self._again_at != self._versions or len(self._again) >= _MAX_AGAIN:
+            self._again.clear()  # they hold values that may have been dropped
+        self._again_at = self._versions
+        layout, rows = part.layout, part.rows
+        record = self._call_record(_Ask(layout, rows, Plan((part,))))
+        place = layout, rows * bound.pixels_per_row
+        self._again[place] = _Again(key, capture, part, values, record)
 
     def _misfit_of(self, args: Sequence[Any], part: Part, values: LayoutValues) -> str | None:
         """Why a bucket must not serve a part, found by the check of its layout, which each layout passes once."""
@@ -431,6 +527,7 @@ class CompiledTower:
 
     def _refuse(self, key: Any, reason: str, text: str) -> str:
         self._refused[key] = reason
+        self._version += 1
         self.stats.refusals[f"{reason} at {key[0].tokens} tokens"] = text
         warnings.warn(f"vitcg does not use its bucket of {key[0].tokens} tokens [{reason}]: {text}", stacklevel=2)
         return reason
@@ -455,6 +552,8 @@ class CompiledTower:
         self._captures_changed()
 
     def _captures_changed(self) -> None:
+        self._version += 1
+        self._again.clear()
         self.planner.use(set(self.budgets_captured))
 
     def _over(self, limit_mib: int | None) -> bool:
@@ -545,12 +644,15 @@ class CompiledTower:
         return capture.graph.replay
 
     def _record(self, ask: _Ask) -> None:
+        self.stats.record(self._call_record(ask))
+        self.stats.layouts = len(self._layouts)
+
+    def _call_record(self, ask: _Ask) -> CallRecord:
         unit, tokens = self.body.bound.symbols.unit, ask.plan.bucket_tokens
         padded = 0.0 if tokens is None else 1.0 - ask.rows / (tokens * unit)
         replays = tuple((part.bucket.tokens, part.rows // unit) for part in ask.plan.parts)
         hit = ask.reason is None
-        self.stats.record(CallRecord(hit, ask.reason, ask.items, ask.rows, ask.rows // unit, tokens, padded, replays))
-        self.stats.layouts = len(self._layouts)
+        return CallRecord(hit, ask.reason, ask.items, ask.rows, ask.rows // unit, tokens, padded, replays)
 
     def _explain(self, ask: _Ask) -> str:
         if self.body.refusal is not None:

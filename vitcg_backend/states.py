@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import _torch
 
-__all__ = ["MAX_STATES", "StateChanged", "States"]
+__all__ = ["MAX_STATES", "Known", "StateChanged", "States"]
 
 MAX_STATES = 8
 """Most sets that are remembered: towers of one class share a graph, adapters are switched."""
@@ -31,6 +31,21 @@ _address = Tensor.data_ptr
 
 class StateChanged(Exception):
     """The parameters of a call are not those that were expected of it."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A set of parameters that a caller keeps.
+
+    Attributes:
+        number: what it is called.
+        tensors: the parameters.
+        storages: their memory, which stays as long as this: a replay may begin before anything has been looked at.
+    """
+
+    number: int
+    tensors: tuple[Tensor, ...]
+    storages: tuple[Any, ...]
 
 
 @dataclass
@@ -73,17 +88,22 @@ class States:
     def __len__(self) -> int:
         return len(self._known)
 
-    def number(self, args: Sequence[Any]) -> int:
-        """The number of the parameters of a call."""
-        number = self.number_at(args)
-        if not self.confirms(number, args):
-            tensors = self._of(args)
-            return self._note(tuple(map(_address, tensors)), tensors)
-        return number
+    def of(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The parameters among the arguments of a call."""
+        return self._of(args)
 
-    def number_at(self, args: Sequence[Any]) -> int:
-        """The number by the addresses alone: no result may be used before `confirms` says that it is right."""
+    def keep(self, args: Sequence[Any]) -> Known:
+        """The parameters of a call, for a caller who keeps them."""
         tensors = self._of(args)
+        return Known(self.number(tensors), tensors, tuple(t.untyped_storage() for t in tensors))
+
+    def number(self, tensors: Sequence[Tensor]) -> int:
+        """The number of a call's parameters."""
+        number = self.number_at(tensors)
+        return number if self.confirms(number, tensors) else self._note(tuple(map(_address, tensors)), tensors)
+
+    def number_at(self, tensors: Sequence[Tensor]) -> int:
+        """The number by the addresses alone: no result may be used before `confirms` says that it is right."""
         addresses = tuple(map(_address, tensors))
         last = self._last
         known = last if addresses == last.addresses else self._at.get(addresses)
@@ -94,10 +114,12 @@ class States:
             self._last = known
         return known.number
 
-    def confirms(self, number: int, args: Sequence[Any]) -> bool:
-        """Whether the tensors of a call with the number's addresses are laid out as the number's."""
-        known = self._last if self._last.number == number else next((s for s in self._known.values() if s.number == number), None)
-        return known is not None and known.alike(*self._of(args))
+    def confirms(self, number: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether parameters at the number's addresses are laid out as the number's."""
+        known = (
+            self._last if self._last.number == number else next((s for s in self._known.values() if s.number == number), None)
+        )
+        return known is not None and known.alike(*tensors)
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers owns any tensor of these ids."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from .. import _torch
 from ..debug import Dump
 from ..options import Options
+from .align_products import align_products
 from .bind_tokens import Bound, bind_tokens, give_tokens
 from .cut_tail import Tail, cut_tail
 from .gelu_epilogue import gelu_epilogue
@@ -36,7 +37,7 @@ __all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body", "give_tok
 TORCH_REWRITES = (gelu_epilogue,)
 """Rewrites of a piece before it is traced to ATen, where an activation is still one operation."""
 
-ATEN_REWRITES = (patch_conv_to_matmul,)
+ATEN_REWRITES = (patch_conv_to_matmul, align_products)
 """Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them."""
 
 MAX_PIECES = 512
