@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import types
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import vitcg_backend
 from vitcg_backend import testing
+from vitcg_backend.backend import live_towers
 
 Edit = Callable[[nn.Module], Any]
 REPLAYED, CAPTURED, TRACED = "the same capture", "a new capture", "a new graph"
@@ -819,3 +821,53 @@ def test_b69_offloaded_weights_of_accelerate() -> None:
         for _ in range(2):
             for a, b in zip(testing.flatten(compiled(pixels, grid_thw=grid)), expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def _gelu_without_tanh(tower: nn.Module) -> None:
+    tower.blocks[1].mlp.act_fn.act = functools.partial(nn.functional.gelu, approximate="none")
+
+
+def _other_module(tower: nn.Module) -> None:
+    tower.blocks[1].mlp.act_fn = type(tower.blocks[1].mlp.act_fn)()
+    tower.blocks[1].mlp.act_fn.act = nn.functional.silu
+
+
+def _as_it_was(tower: nn.Module) -> None:
+    tower.blocks[1].mlp.act_fn.act = functools.partial(nn.functional.gelu, approximate="tanh")
+
+
+def test_activations_replaced_after_the_compile() -> None:
+    """A partial in a module, of which Dynamo's guards are put together, and a module that holds one: seen by the next call."""
+    tower = small("qwen3_vl")
+    tower.blocks[1].mlp.act_fn.act = functools.partial(nn.functional.gelu, approximate="tanh")  # as transformers before 5.20
+    compiled = compile_tower(tower)
+    before = assert_same(compiled, tower, IMAGE)
+    for change in (_gelu_without_tanh, _as_it_was, _other_module, _as_it_was):
+        change(tower)
+        for seed in range(2):
+            assert_same(compiled, tower, IMAGE, seed=seed)
+        assert torch.equal(assert_same(compiled, tower, IMAGE)[0], before[0]) == (change is _as_it_was)
+
+
+def test_parameters_of_another_dtype_than_the_graph_was_made_for() -> None:
+    """Handed to a graph whose pieces read float32, as Dynamo of torch 2.11 does: run by operators, and never captured."""
+    tower = small("qwen2_5_vl")
+    compiled = compile_tower(tower, inner="inductor")
+    assert_same(compiled, tower, IMAGE, exact=False)
+    (part,) = live_towers(tower)
+    seen: list[Any] = []
+    part.watchers.append(lambda part, args, results: seen.append(list(args)))
+    assert_same(compiled, tower, IMAGE, exact=False)
+    args = seen[0]
+    weight = tower.blocks[0].norm1.weight
+    place = next(i for i, argument in enumerate(args) if argument is weight)
+    captures = stats(tower).captures
+    args[place] = weight.detach().bfloat16()
+    weight.data = weight.data.bfloat16()
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    with torch.no_grad():
+        for _ in range(2):
+            ours, eager = part.serve(args), testing.flatten(tower(pixels, grid_thw=grid))
+            assert all(any(torch.allclose(o, e, rtol=1e-4, atol=1e-4) for o in ours if o.shape == e.shape) for e in eager)
+    assert stats(tower).fallbacks == {"other_parameters": 2}
+    assert stats(tower).captures == captures

@@ -70,6 +70,7 @@ __all__ = [
     "layout_check",
     "mark_batch",
     "mark_rows",
+    "merge_guards",
     "new_size",
     "numeric_state",
     "on_failed_trace",
@@ -360,6 +361,88 @@ def guard_on_hooks() -> None:
     for source in classes.values():
         forward = AttrSource(TypeSource(source), "forward")
         guards.add(forward.make_guard(GuardBuilder.ID_MATCH), collect_debug_stack=False)
+
+
+def merge_guards() -> None:
+    """Inside a compile: guards that say the same become one, so that Dynamo can pass over whole modules.
+
+    Where nothing beneath a module is reached through a class or through a `functools.partial`, Dynamo looks at the module's
+    dictionaries in place of all guards beneath it, on Python 3.12 (torch/_dynamo/guards.py, `find_tag_safe_roots`). Layers of
+    transformers have both, and thousands of guards are then looked at one by one, a quarter of a millisecond a call:
+
+    - the same guard on the same class, reached through several modules: the first stays, for each module's class is guarded;
+    - guards on what is in a partial of a builtin function (an activation): one on the module that holds it, which is looked at
+      when the module's dictionary has changed; of a change within the partial's own dictionary Dynamo then knows nothing.
+    """
+    context, trace = torch._guards.TracingContext.try_get(), current_trace()
+    if context is None or trace is None:  # called by hand, not by Dynamo
+        return
+    guards = context.guards_context.dynamo_guards
+    typed: set[Any] = {guard.originating_source for guard in guards if guard.create_fn_name() == "TYPE_MATCH"}
+    partials = {source: value for source in typed if (value := _plain_partial(source, trace)) is not None}
+    seen: set[Any] = set()
+    dropped = []
+    for guard in guards:
+        chain = _chain(guard.originating_source)
+        if any(source in partials for source in chain) or _is_repeated(guard, chain, typed, trace, seen):
+            dropped.append(guard)
+    guards.inner -= torch.utils._ordered_set.OrderedSet(dropped)
+    index = getattr(guards, "source_to_guards", {})  # since torch 2.12
+    for guard in dropped:
+        index.pop(guard.originating_source, None)
+    for source, value in partials.items():
+        guards.add(source.base.make_guard(_guard_on_partial(source.member, value)), collect_debug_stack=False)
+
+
+def _guard_on_partial(name: str, value: functools.partial[Any]) -> Callable[[Any, Any], None]:
+    """What installs a guard on a module: its attribute `name` is such a partial."""
+    function, keywords = value.func, dict(value.keywords)
+
+    def holds(module: Any) -> bool:
+        now = vars(module).get(name)
+        return type(now) is functools.partial and now.func is function and now.args == () and now.keywords == keywords
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(holds, [f"{name} is {value}"], None)
+
+    return create
+
+
+def _chain(source: Any) -> list[Any]:
+    """A source and what it is reached through, outwards."""
+    chain = []
+    while source is not None:
+        chain.append(source)
+        source = getattr(source, "base", None)
+    return chain
+
+
+def _is_repeated(guard: Any, chain: Sequence[Any], typed: set[Any], trace: Any, seen: set[Any]) -> bool:
+    """Whether a guard on a module's class has been seen before, through another module of that class."""
+    from torch._dynamo.source import TypeSource
+
+    through = next((source for source in chain if isinstance(source, TypeSource)), None)
+    if through is None or through.base not in typed:
+        return False
+    module = _module_of(through.base, trace)
+    if not isinstance(module, torch.nn.Module):
+        return False
+    create = guard.create_fn
+    more = (str(create.args), str(create.keywords)) if isinstance(create, functools.partial) else ()
+    path = _source_name(guard.originating_source).replace(_source_name(through), "")
+    key = type(module), path, guard.create_fn_name(), more
+    repeated = key in seen
+    seen.add(key)
+    return repeated
+
+
+def _plain_partial(source: Any, trace: Any) -> functools.partial[Any] | None:
+    """The partial that a source names, if a module holds it and three comparisons tell it from any other."""
+    module = _module_of(getattr(source, "base", None), trace)
+    value: Any = vars(module).get(getattr(source, "member", "")) if isinstance(module, torch.nn.Module) else None
+    if type(value) is not functools.partial or not isinstance(value.func, types.BuiltinFunctionType) or value.args:
+        return None
+    return value if all(isinstance(v, str) for v in value.keywords.values()) else None
 
 
 def _module_of(source: Any, trace: Any) -> Any:

@@ -61,6 +61,7 @@ def vitcg(
     parsed = Options.parse(options, mode)
     lowering.install()
     _torch.guard_on_hooks()
+    _torch.merge_guards()
     counters = Stats(graphs=1, refusals={**why_in_parts(), **steps_taken()})
     dump = Dump(parsed.dump_dir)
     _note_recompiles(counters)

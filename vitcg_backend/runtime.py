@@ -48,7 +48,7 @@ __all__ = ["CompiledTower"]
 log = _torch.log
 _MAX_CAPTURES = 128
 _MAX_AGAIN = 256
-_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number", "forward_ad"}
+_BY_OPERATORS = {"invalid_grid", "outside_compiled_sizes", "other_number", "other_parameters", "forward_ad"}
 _NO_REFUSAL = {"invalid_grid", "uncaptured_is_faster"}  # under `strict`: eager's own error, and a choice for speed
 
 
@@ -122,7 +122,8 @@ class CompiledTower:
         roles = [node.meta["role"] for node in bound.placeholders]
         numbers = {position for position, _ in bound.numbers}  # compared by value, and given in a new tensor each time
         positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
-        self._states = States(positions, example_inputs, self._forget_state)
+        traced = [bound.placeholders[i].meta["val"] for i in positions]
+        self._states = States(positions, traced, example_inputs, self._forget_state)
         self.owners = Owners(example_inputs)
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._elsewhere = self._state_elsewhere(positions)
@@ -177,13 +178,16 @@ class CompiledTower:
         if results is not None:
             return results
         args = list(args)
-        if known is not None:
-            with self._lock:
-                if self._states.number(known.tensors) != known.number:
-                    raise StateChanged
+        with self._lock:
+            state = self._states.number(self._states.of(args))
+            fits = self._states.fits(state)
+        if known is not None and known.number != state:
+            raise StateChanged
         ask = self._ask(args)
+        if not fits and ask.reason not in _BY_OPERATORS:
+            ask = ask.because("other_parameters")
         if ask.plan.parts:
-            results, ask = self._planned(args, ask)
+            results, ask = self._planned(args, ask, state)
         self._record(ask)
         if ask.reason is None:
             assert results is not None  # a call without a reason was replayed
@@ -281,24 +285,13 @@ class CompiledTower:
                 return f"{node.name} is on {node.meta['val'].device} and the pixels are on {self._device}"
         return None
 
-    def _planned(self, args: Sequence[Any], ask: _Ask) -> tuple[list[Any] | None, _Ask]:
+    def _planned(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
         with self._lock, self._order.on(self._device):
-            tensors = self._states.of(args)
-            state = self._states.number_at(tensors)
-            try:
-                outcome = self._replayed(args, ask, state)
-                if self._states.confirms(state, tensors):  # while the device works
-                    return outcome
-            except _Unconfirmed:
-                pass
-            return self._replayed(args, ask, self._states.number(tensors))
-
-    def _replayed(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
-        if len(ask.plan.parts) > 1:
-            return self._in_parts(args, ask, state)
-        results, reason = self._replay(args, ask.plan.parts[0], state)
-        return results, ask if reason is None else ask.because(reason)
+            if len(ask.plan.parts) > 1:
+                return self._in_parts(args, ask, state)
+            results, reason = self._replay(args, ask.plan.parts[0], state)
+            return results, ask if reason is None else ask.because(reason)
 
     def _in_parts(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         try:
@@ -307,7 +300,7 @@ class CompiledTower:
             self.stats.refusals[misfit.reason] = str(misfit)
             self.planner.keep_whole(ask.layout)
             ask = _Ask(ask.layout, ask.rows, self._plan(ask.layout, ask.rows))
-            return self._replayed(args, ask, state) if ask.plan.parts else (None, ask)
+            return self._planned(args, ask, state) if ask.plan.parts else (None, ask)
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
             log.info("metadata of %s: %s", ask.layout, error)
             return None, ask.because("invalid_grid")
@@ -360,16 +353,12 @@ class CompiledTower:
         if capture is None and not self.planner.may_capture:
             return None, "not_warmed_up"
         if capture is None:
-            if not self._states.confirms(state, self._states.of(args)):
-                raise _Unconfirmed
             reason = self._misfit_of(args, part, values)
             return (None, reason) if reason else self._first_use(key, args, part, values, borrow)
         self._captures.move_to_end(key)
         try:
             results = self._serve(capture, args, part, values, borrow)
         except Exception as error:  # out of memory for the results, say
-            if not self._states.confirms(state, self._states.of(args)):
-                raise _Unconfirmed from error
             del self._captures[key]
             self._captures_changed()
             return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
@@ -664,6 +653,8 @@ class CompiledTower:
             return "the option capture='never' asks for uncaptured calls, strict=True for captured ones: leave one out"
         if ask.reason == "state_elsewhere":
             return self._elsewhere or ""
+        if ask.reason == "other_parameters":
+            return "parameters have another dtype, size or device than those that the graph was compiled for"
         if ask.reason in ("outside_compiled_sizes", *{name.partition(" ")[0] for name in self.stats.refusals}):
             texts = [text for name, text in self.stats.refusals.items() if name.partition(" ")[0] == ask.reason]
             return texts[-1] if texts else self.body.assumptions()
@@ -673,10 +664,6 @@ class CompiledTower:
 
 class _Disagrees(Exception):
     """The self-check's verdict."""
-
-
-class _Unconfirmed(Exception):
-    """The parameters lie where those of a number do, and are not laid out as they are."""
 
 
 def _is_valid(layout: Layout, rows: int, unit: int) -> bool:

@@ -57,6 +57,7 @@ class _Set:
         addresses: of its tensors.
         alike: whether so many tensors are laid out as these are.
         owners: weak references to the tensors that came with it last.
+        fits: whether they are of the dtypes, sizes and devices that the pieces were compiled for.
         key: where it is remembered.
     """
 
@@ -64,6 +65,7 @@ class _Set:
     addresses: tuple[int, ...]
     alike: Callable[..., bool]
     owners: list[weakref.ref[Tensor]]
+    fits: bool = True
     key: Any = None
 
 
@@ -72,12 +74,20 @@ class States:
 
     Args:
         positions: arguments of the graph that are parameters or buffers.
+        traced: what the graph was made for at these positions, fake tensors.
         example_inputs: the first call's arguments.
         forget: called with a number whose set is dropped: weights that move at every step must not leave captures behind.
     """
 
-    def __init__(self, positions: Sequence[int], example_inputs: Sequence[Any], forget: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        positions: Sequence[int],
+        traced: Sequence[Tensor],
+        example_inputs: Sequence[Any],
+        forget: Callable[[int], None],
+    ) -> None:
         self.positions = list(positions)
+        self._traced_for = [_kind(tensor) for tensor in traced]
         self._of = itemgetter(*self.positions) if len(self.positions) > 1 else self._few
         self._forget = forget
         self._known: OrderedDict[Any, _Set] = OrderedDict()  # the latest comes last
@@ -116,10 +126,16 @@ class States:
 
     def confirms(self, number: int, tensors: Sequence[Tensor]) -> bool:
         """Whether parameters at the number's addresses are laid out as the number's."""
-        known = (
-            self._last if self._last.number == number else next((s for s in self._known.values() if s.number == number), None)
-        )
-        return known is not None and known.alike(*tensors)
+        known = self._find(number)
+        return known.number == number and known.alike(*tensors)
+
+    def fits(self, number: int) -> bool:
+        """Whether the compiled pieces are right for a number's parameters.
+
+        Dynamo of torch 2.11 does not look at the tensors of modules whose dictionaries have not changed, and a kernel reads
+        whatever lies at an address: ``norm.to(torch.bfloat16)`` is eager's business alone.
+        """
+        return self._find(number).fits
 
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers owns any tensor of these ids."""
@@ -134,6 +150,12 @@ class States:
                 return held  # type: ignore[return-value]  # none of them is None, says the line above
         return None
 
+    def _find(self, number: int) -> _Set:
+        """The set of a number; another where it has been dropped."""
+        if self._last.number == number:
+            return self._last
+        return next((known for known in self._known.values() if known.number == number), self._last)
+
     def _latest(self) -> list[_Set]:
         return [self._traced, *self._known.values()]
 
@@ -141,7 +163,8 @@ class States:
         key = tuple((address, t.dtype, t.shape, t.stride()) for address, t in zip(addresses, tensors, strict=True))
         known = self._known.get(key)
         number = next(self._numbers) if known is None else known.number
-        known = _Set(number, addresses, _torch.layout_check(tensors), [weakref.ref(t) for t in tensors], key)
+        fits = [_kind(tensor) for tensor in tensors] == self._traced_for
+        known = _Set(number, addresses, _torch.layout_check(tensors), [weakref.ref(t) for t in tensors], fits, key)
         self._known[key] = self._at[addresses] = self._last = known
         self._known.move_to_end(key)
         while len(self._known) > MAX_STATES:
@@ -156,3 +179,7 @@ class States:
 
     def _few(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(args[position] for position in self.positions)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.device
