@@ -227,7 +227,8 @@ def _filled(route: _Route, given: Sequence[Any]) -> list[Any]:
     for position, leaf in route.leaves:
         arguments[position] = given[leaf]
     items = 0 if bound.grid is None else len(arguments[bound.grid])
-    route.callee.parts.fill_sizes(arguments, arguments[bound.pixels].shape[0] // bound.pixels_per_row, items)
+    rows = arguments[bound.pixels].shape[0] // bound.pixels_per_row
+    route.callee.parts.layouts.sizes.fill(arguments, rows // bound.symbols.unit, items)
     return arguments
 
 
