@@ -304,7 +304,9 @@ def test_vits_of_timm(name: str) -> None:
         import timm
     except (ImportError, RuntimeError) as error:  # the latter from a torchvision that was built for another torch
         pytest.skip(f"timm does not import: it needs a torchvision built for this torch, CPU or CUDA alike ({error})")
-    size, few = (28, {"depth": 2}) if "patch14" in name else (56, {"depths": (1, 1, 1, 1)}) if "swin" in name else (32, {"depth": 2})
+    size, few = (
+        (28, {"depth": 2}) if "patch14" in name else (56, {"depths": (1, 1, 1, 1)}) if "swin" in name else (32, {"depth": 2})
+    )
     torch.manual_seed(0)
     tower = timm.create_model(name, num_classes=0, img_size=size, **few).eval().to(DEVICE)
     compiled = compile_tower(tower)

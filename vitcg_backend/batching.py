@@ -8,10 +8,11 @@ Note [The batch is the token axis]
 
 Note [Steps back of a batch]
     What cannot be traced, taken apart or proved with an unknown batch is traced again as if this backend had marked nothing
-    and takes the ordinary path, with the reason. That a trace cannot go on is known when it fails: under ``fullgraph=True`` at
-    a branch on the batch, which Dynamo would break the graph at elsewhere. So does the last graph that Dynamo makes for a function: it is traced with
-    every size of the images dynamic, so that no later size is left to eager mode, where nothing is counted. Dynamo tries
-    the graph used last first: a guard keeps the sizes that have buckets out of that one.
+    and takes the ordinary path, with the reason. That a trace cannot go on is known when it fails: under ``fullgraph=True``
+    at a branch on the batch, where Dynamo would break the graph otherwise. The ordinary path also takes the last graph that
+    Dynamo makes for a function: it is traced with every size of the images dynamic, so that no later size is left to eager
+    mode, where nothing is counted. Dynamo tries the graph used last first: a guard keeps the sizes that have buckets out of
+    that one.
 """
 
 from __future__ import annotations

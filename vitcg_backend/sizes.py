@@ -1,7 +1,7 @@
 """The sizes that Dynamo passes to a graph besides its tensors: whose they are, and their values for other rows or items.
 
-Each is 1. a number of rows, ``c * n + d`` for n output tokens; 2. the number of items of the grid; 3. the size of another tensor
-of the call; 4. a number that a call brings (`bind_tokens` made it a constant). Padding and cutting change 1 and 2 and no other.
+Each is 1. a number of rows, ``c * n + d`` for n output tokens; 2. the number of items of the grid; 3. the size of another
+tensor of the call; 4. a number that a call brings (`bind_tokens` made it a constant). Padding and cutting change 1 and 2.
 """
 
 from __future__ import annotations
