@@ -238,8 +238,12 @@ def graph_break(trace: Any) -> str | None:
     reason = trace.output.compile_subgraph_reason
     if reason is None or not reason.graph_break:
         return None
-    line = f"`{reason.user_stack[-1].line}`" if reason.user_stack else "a line"
-    return f"Dynamo breaks the tower at {line}: {str(reason.reason).splitlines()[0]}"
+    at = reason.user_stack[-1] if reason.user_stack else None
+    line = f"`{at.line}` ({os.path.basename(at.filename)}:{at.lineno})" if at is not None else "a line"
+    text = str(reason.reason).splitlines()[0]
+    if "data-dependent" in text or "Tensor.item()" in text:  # what follows is advice to the author of the line
+        text = "Python code there needs a number of which each call has its own, such as that of the images or the height of one"
+    return f"Dynamo breaks the tower at {line}: {text}"
 
 
 def failed_compiles() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
