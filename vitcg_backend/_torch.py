@@ -242,7 +242,8 @@ def graph_break(trace: Any) -> str | None:
     line = f"`{at.line}` ({os.path.basename(at.filename)}:{at.lineno})" if at is not None else "a line"
     text = str(reason.reason).splitlines()[0]
     if "data-dependent" in text or "Tensor.item()" in text:  # what follows is advice to the author of the line
-        text = "Python code there needs a number of which each call has its own, such as that of the images or the height of one"
+        example = "such as that of the images or the height of one"
+        text = f"Python code there needs a number of which each call has its own, {example}"
     return f"Dynamo breaks the tower at {line}: {text}"
 
 
