@@ -49,6 +49,7 @@ __all__ = [
     "compile_piece",
     "current_trace",
     "divisions",
+    "dynamo_goes_on",
     "eager_rejects",
     "enable_python_dispatcher",
     "end_failed_capture",
@@ -192,6 +193,13 @@ def eager_rejects(root: Any) -> bool:
         log.debug("eager rejects the call: %s: %s", type(error).__name__, error)
         return True
     return False
+
+
+def dynamo_goes_on(trace: Any, error: BaseException) -> bool:
+    """Whether what ends a trace only makes Dynamo leave its function to eager mode and trace what that calls: without
+    ``fullgraph=True`` (`one_graph`, torch/_dynamo/symbolic_convert.py) it does so for `Unsupported` (convert_frame.py).
+    """
+    return isinstance(error, exc.Unsupported) and not trace.one_graph
 
 
 def is_data_dependent(error: BaseException) -> bool:

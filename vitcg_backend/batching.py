@@ -151,6 +151,8 @@ def _step_back_on_failure() -> None:
     trace.output._vitcg_watched = True
 
     def failed(error: BaseException) -> None:
+        if _torch.dynamo_goes_on(trace, error):
+            return
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         text = f"the tower's own code needs the number of images: {_torch.user_line(error) or text}"
         _refuse(trace.speculation_log, "host_code", text)  # the failed trace is no longer the current one
