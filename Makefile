@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.10 to 3.12 and make:
 #
 #   make demo     real photographs through a vision tower, eager and compiled
-#   make test     checks and tests
+#   make test     checks and tests, those of towers on the oldest transformers, too
 #
 # PYTHON=python3.12   the interpreter (default: the first of python3, python3.12, python3.11, python3.10 that will do)
 # VENV=path           use this virtual environment; what it lacks is installed into it, a torch that it has is kept
@@ -13,6 +13,7 @@
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 WORKERS ?= 2
+OLDEST := 5.17.0
 DEMO ?=
 PYTEST ?=
 BENCH ?=
@@ -36,13 +37,13 @@ endif
 has = $(RUN) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("$(1)") is None)' 2>/dev/null
 say = { echo "vitcg: $(1)" >&2; exit 1; }
 
-.PHONY: demo test check tests bench format clean system python
+.PHONY: demo test check tests tests-oldest bench format clean system python
 .NOTPARALLEL:
 
 demo: $(READY)
 	@$(RUN) -m vitcg_backend demo $(DEMO)
 
-test: check tests
+test: check tests tests-oldest
 
 check: $(READY)
 	@if $(call has,ruff); then $(RUN) -m ruff check . && $(RUN) -m ruff format --check .; \
@@ -51,9 +52,32 @@ check: $(READY)
 
 # A test that hangs is ended after ten minutes, where pytest-timeout is installed. The tests of a module stay in one process, as
 # far as the processes have enough to do: what one has compiled serves the next.
+pytest = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -q \
+	 $$($(call has,xdist) && echo "-n $(WORKERS) --dist worksteal") $$($(call has,pytest_timeout) && echo "--timeout 600")
+
 tests: $(READY)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -q \
-	 $$($(call has,xdist) && echo "-n $(WORKERS) --dist worksteal") $$($(call has,pytest_timeout) && echo "--timeout 600") $(PYTEST)
+	@$(pytest) $(PYTEST)
+
+# The tests marked `towers` on the oldest transformers that is supported, which lies in a folder of its own before the
+# environment's.
+tests-oldest: $(READY) $(if $(SYSTEM),,.oldest/transformers-$(OLDEST).installed)
+ifdef SYSTEM
+	@echo "vitcg: SYSTEM=1 installs nothing, the tests on transformers $(OLDEST) are left out"
+else
+	@echo "vitcg: the tests of towers on transformers $(OLDEST)"
+	@export PYTHONPATH="$(CURDIR)/.oldest"; \
+	 $(RUN) -c 'import sys, transformers as t; sys.exit(t.__version__ != "$(OLDEST)")' 2>/dev/null \
+	 || $(call say,transformers $(OLDEST) does not import from .oldest beside $(VENV). Remove .oldest to install it again.); \
+	 $(pytest) -m towers
+endif
+
+.oldest/transformers-$(OLDEST).installed: | $(READY)
+	@echo "vitcg: installing transformers $(OLDEST) into .oldest (log: .oldest/install.log)"
+	@rm -rf .oldest && mkdir .oldest
+	@$(RUN) -m pip install --retries 2 --target .oldest "transformers==$(OLDEST)" >.oldest/install.log 2>&1 \
+	 || { grep -i error .oldest/install.log | tail -n 1 >&2; \
+	   $(call say,transformers $(OLDEST) could not be installed. Is there a network and a package index? What pip said is in .oldest/install.log. Everything else of make test: make check tests.); }
+	@touch $@
 
 bench: $(READY)
 	@$(RUN) benchmarks/bench.py $(BENCH)
@@ -62,7 +86,7 @@ format: $(READY)
 	@$(RUN) -m ruff check --fix . ; $(RUN) -m ruff format .
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache .venv
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache .venv .oldest
 
 python:
 	@$(PYTHON) -c '' 2>/dev/null || $(call say,$(PYTHON) does not run. Install Python 3.10 to 3.12 or name one: make PYTHON=/path/to/python3)

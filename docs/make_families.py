@@ -1,7 +1,8 @@
 """Run every family and write the record: ``vitcg_backend/families.json`` and ``docs/families.md``.
 
-``python docs/make_families.py`` takes a few minutes on two cores, with names of families it renews these alone;
-``tests/test_families.py`` fails until what it finds is what these files say.
+``python docs/make_families.py`` takes a few minutes on two cores, with names of families it renews these alone. It writes the
+rows of the installed transformers; those of other releases stay. ``tests/test_families.py`` fails until what it finds is what
+these files say. For the oldest release: ``PYTHONPATH=.oldest python docs/make_families.py``, after ``make tests-oldest``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import pathlib
 import sys
 
-from vitcg_backend.family_record import RECORD, dump, families, table
+import transformers
+
+from vitcg_backend.family_record import RECORD, document, dump, everything
 from vitcg_backend.testing.families import discover, measure
 from vitcg_backend.testing.image_families import image_families
 
@@ -31,14 +34,18 @@ that take one image a row and no grid, which are listed by hand. A tiny tower of
 def main() -> int:
     """Measure and write."""
     chosen = sys.argv[1:]
-    known = {status.family: status for status in families()} if chosen else {}
+    here = transformers.__version__
+    others = [status for status in everything() if status.transformers != here]
+    known = {status.family: status for status in everything() if status.transformers == here} if chosen else {}
     statuses = []
     for family in (*discover(), *image_families()):
         kept = known.get(family.name)
         statuses.append(measure(family) if kept is None or family.name in chosen else kept)
         sys.stderr.write(f"{family.name}: {statuses[-1].status} {statuses[-1].reason[:80]}\n")
-    (ROOT / "vitcg_backend" / RECORD).write_text(dump(tuple(statuses)), encoding="utf-8")
-    (ROOT / "docs" / "families.md").write_text(HEAD + table(tuple(statuses)), encoding="utf-8")
+    # Newest first; the rows of a release keep their order.
+    rows = sorted([*statuses, *others], key=lambda s: tuple(map(int, s.transformers.split(".")[:2])), reverse=True)
+    (ROOT / "vitcg_backend" / RECORD).write_text(dump(tuple(rows)), encoding="utf-8")
+    (ROOT / "docs" / "families.md").write_text(HEAD + document(tuple(rows)), encoding="utf-8")
     return 0
 
 

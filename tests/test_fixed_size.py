@@ -297,6 +297,55 @@ def test_refused(name: str) -> None:
     assert all(seen.refusals[name] for name in seen.fallbacks)
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "swin_tiny_patch4_window7_224"])
+def test_vits_of_timm(name: str) -> None:
+    """ViTs of timm, with registers and with shifted windows, too: one trace, every batch a hit, equal to eager."""
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:  # the latter from a torchvision that was built for another torch
+        pytest.skip(f"timm does not import: it needs a torchvision built for this torch, CPU or CUDA alike ({error})")
+    size, few = (
+        (28, {"depth": 2}) if "patch14" in name else (56, {"depths": (1, 1, 1, 1)}) if "swin" in name else (32, {"depth": 2})
+    )
+    torch.manual_seed(0)
+    tower = timm.create_model(name, num_classes=0, img_size=size, **few).eval().to(DEVICE)
+    compiled = compile_tower(tower)
+    for batch in (1, 3, 2, 5, 1):
+        x = torch.randn(batch, 3, size, size).to(DEVICE)
+        with torch.no_grad():
+            testing.assert_within_budget(compiled(x), tower(x), testing.reference_float64(tower, x))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits) == (1, 5), (seen.fallbacks, seen.refusals)
+
+
+HOST_CODE = {
+    "branch on the batch": lambda h: h.sum(1) if h.shape[0] > 2 else h.mean(1),
+    "first branch of all": lambda h: h * 2,
+    "loop over the images": lambda h: torch.stack([image.sum(0) for image in h]),
+    "one image a time": lambda h: torch.cat([image.sin() for image in h.split(1)]),
+}
+
+
+@pytest.mark.parametrize("name", HOST_CODE)
+def test_code_that_counts_images_under_fullgraph(name: str) -> None:
+    """Where the graph may not break, a tower that asks for the number of its images is one graph a number, with the line."""
+
+    class First(Layers):
+        def forward(self, pixels: Tensor) -> Tensor:
+            return super().forward(pixels if pixels.shape[0] > 2 else pixels + 1)
+
+    tower, images = layers(HOST_CODE[name])
+    tower.__class__ = First if name.startswith("first") else Layers
+    compiled = compile_tower(tower, fullgraph=True)
+    for batch in (1, 3, 2, 4, 1):
+        inputs = images(batch)
+        with torch.no_grad():
+            assert_alike(compiled(**inputs), tower(**inputs))
+    seen = vitcg_backend.stats(tower)
+    assert set(seen.fallbacks) == {"host_code"}, (seen.fallbacks, seen.refusals)
+    assert "test_fixed_size.py:" in seen.refusals["host_code"]
+
+
 def test_training_has_gradients() -> None:
     """With gradients wanted the batch is left alone: the ordinary path, eager's gradients."""
     tower, images = layers()

@@ -64,6 +64,7 @@ def test_b53_a_second_pass_over_many_grids_recompiles_nothing(name: str) -> None
     assert (counted.graphs, counted.hits, counted.calls) == (1, 60, 60)
 
 
+@pytest.mark.towers
 @pytest.mark.parametrize("name", TOWERS)
 def test_attention_implementation_eager_within_budget(name: str) -> None:
     """A tower configured for eager attention is lowered too, and is as exact as it was."""

@@ -142,6 +142,7 @@ def fresh() -> Iterator[None]:
 
 # How the tower is put in place is no matter of the model: by assignment once.
 @pytest.mark.usefixtures("own_pieces")
+@pytest.mark.towers
 @pytest.mark.parametrize(("name", "how"), [*((name, "method") for name in MODELS), ("qwen3_vl", "assignment")])
 def test_generate_gives_eagers_tokens(name: str, how: str) -> None:
     """Images, several, a video, both in one prompt, text alone: eager's token ids, and text never calls the backend."""
@@ -306,6 +307,7 @@ def photographs(side: int) -> Tensor:
     return torch.stack(tiles) / 127.5 - 1
 
 
+@pytest.mark.towers
 def test_llama4_generate_gives_eagers_tokens() -> None:
     """Photographs as tiles, one, several, and text alone: eager's token ids from one graph of the tower."""
     pytest.importorskip("skimage")

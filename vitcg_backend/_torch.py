@@ -50,6 +50,7 @@ __all__ = [
     "compile_piece",
     "current_trace",
     "divisions",
+    "dynamo_goes_on",
     "eager_rejects",
     "enable_python_dispatcher",
     "end_failed_capture",
@@ -196,6 +197,13 @@ def eager_rejects(root: Any) -> bool:
     return False
 
 
+def dynamo_goes_on(trace: Any, error: BaseException) -> bool:
+    """Whether what ends a trace only makes Dynamo leave its function to eager mode and trace what that calls: without
+    ``fullgraph=True`` (`one_graph`, torch/_dynamo/symbolic_convert.py) it does so for `Unsupported` (convert_frame.py).
+    """
+    return isinstance(error, exc.Unsupported) and not trace.one_graph
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether a trace failed because it needed a size that nobody knows."""
     while error is not None and not isinstance(error, GuardOnDataDependentSymNode):
@@ -240,8 +248,13 @@ def graph_break(trace: Any) -> str | None:
     reason = trace.output.compile_subgraph_reason
     if reason is None or not reason.graph_break:
         return None
-    line = f"`{reason.user_stack[-1].line}`" if reason.user_stack else "a line"
-    return f"Dynamo breaks the tower at {line}: {str(reason.reason).splitlines()[0]}"
+    at = reason.user_stack[-1] if reason.user_stack else None
+    line = f"`{at.line}` ({os.path.basename(at.filename)}:{at.lineno})" if at is not None else "a line"
+    text = str(reason.reason).splitlines()[0]
+    if "data-dependent" in text or "Tensor.item()" in text:  # what follows is advice to the author of the line
+        example = "such as that of the images or the height of one"
+        text = f"Python code there needs a number of which each call has its own, {example}"
+    return f"Dynamo breaks the tower at {line}: {text}"
 
 
 def failed_compiles() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
@@ -264,13 +277,37 @@ def failed_compiles() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
     return failed
 
 
-def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:
+class _WatchedAxes(set[int]):
+    """Axes of an unknown size that tell when Dynamo looks one up: the first that a trace begun again hears of them.
+
+    Source: `_automatic_dynamic` (torch/_dynamo/variables/builder.py) asks ``axis in tensor._dynamo_unbacked_indices`` when the
+    traced code first touches the tensor; 2.11 and 2.13 alike.
+    """
+
+    def __init__(self, axes: Iterable[int], met: Callable[[], None]) -> None:
+        super().__init__(axes)
+        self._met = met
+
+    def __contains__(self, axis: object) -> bool:
+        self._met()
+        return super().__contains__(axis)
+
+    def __repr__(self) -> str:
+        return repr(set(self))
+
+
+def mark_batch(tensor: Tensor, met: Callable[[], None], *, any_size: bool = False) -> None:
     """Make the first axis of a real input one unknown size in the next trace, the same for every tensor that is so marked.
 
     The other axes of images (four axes and more) are constants. Without a hint 1 is not special; from torch 2.13 on the mark
     says that the size is at least 1, before that an operation of the graph does (torch/_dynamo/decorators.py).
 
     With `any_size` instead: every axis but that of the channels is dynamic, as far as the traced code lets it.
+
+    Args:
+        tensor: a real input of the frame that is traced.
+        met: called in each trace, as soon as it meets the unknown size.
+        any_size: see above.
     """
     _note_marked(tensor)
     if any_size:
@@ -279,6 +316,7 @@ def mark_batch(tensor: Tensor, *, any_size: bool = False) -> None:
     mark: Any = torch._dynamo.decorators.mark_unbacked
     bounds = {"min": 1} if "min" in inspect.signature(mark).parameters else {}
     mark(tensor, 0, shape_id="vitcg_batch", **bounds)
+    tensor._dynamo_unbacked_indices = _WatchedAxes(tensor._dynamo_unbacked_indices, met)  # type: ignore[attr-defined]
     if tensor.dim() > 3:
         tensor._dynamo_static_indices = set(range(1, tensor.dim()))  # type: ignore[attr-defined]
 

@@ -8,9 +8,11 @@ Note [The batch is the token axis]
 
 Note [Steps back of a batch]
     What cannot be traced, taken apart or proved with an unknown batch is traced again as if this backend had marked nothing
-    and takes the ordinary path, with the reason. So does the last graph that Dynamo makes for a function: it is traced with
-    every size of the images dynamic, so that no later size is left to eager mode, where nothing is counted. Dynamo tries
-    the graph used last first: a guard keeps the sizes that have buckets out of that one.
+    and takes the ordinary path, with the reason. That a trace cannot go on is known when it fails: under ``fullgraph=True``
+    at a branch on the batch, where Dynamo would break the graph otherwise. The ordinary path also takes the last graph that
+    Dynamo makes for a function: it is traced with every size of the images dynamic, so that no later size is left to eager
+    mode, where nothing is counted. Dynamo tries the graph used last first: a guard keeps the sizes that have buckets out of
+    that one.
 """
 
 from __future__ import annotations
@@ -42,8 +44,6 @@ def mark_batch(*, traced: bool) -> None:
     """
     trace = _torch.current_trace()
     steps = trace.speculation_log
-    if is_batched():
-        _step_back_on_failure(trace)
     if is_refused(trace) or hasattr(steps, "_vitcg_rows") or is_batched() or batch_refusal() is not None:
         return
     tensors = inputs_of(trace)
@@ -58,7 +58,7 @@ def mark_batch(*, traced: bool) -> None:
         text = f"the last of the {limit} graphs that Dynamo makes for one function takes any image size, without buckets"
         steps._vitcg_batch_refused = ("image_sizes", f"{text}; raise torch._dynamo.config.recompile_limit for more of them")
     for tensor in rows:
-        _torch.mark_batch(tensor, any_size=left <= 0)
+        _torch.mark_batch(tensor, _step_back_on_failure, any_size=left <= 0)
     steps.clear()
     raise _torch.BackendRestart("vitcg: the batch of the pixels is dynamic")
 
@@ -109,15 +109,17 @@ def refuse_batch(reason: str, detail: str) -> None:
     Raises:
         BackendRestart: there is one.
     """
-    if not is_batched():
-        return
+    if is_batched():
+        _refuse(_torch.current_trace().speculation_log, reason, detail)
+
+
+def _refuse(steps: Any, reason: str, detail: str) -> None:
     log.info("vitcg steps back from a dynamic batch [%s]: %s", reason, detail)
-    trace = _torch.current_trace()
-    for tensor in trace.speculation_log._vitcg_batch:
+    for tensor in steps._vitcg_batch:
         _torch.clear_dynamic_marks(tensor)
-    del trace.speculation_log._vitcg_batch
-    trace.speculation_log._vitcg_batch_refused = (reason, detail)
-    trace.speculation_log.clear()
+    del steps._vitcg_batch
+    steps._vitcg_batch_refused = (reason, detail)
+    steps.clear()
     raise _torch.BackendRestart(f"vitcg: no dynamic batch: {reason}")
 
 
@@ -141,15 +143,19 @@ def _pixels(tensors: Sequence[Tensor], traced: bool) -> Tensor | None:
     return None if any(is_grid(t) and (not traced or len(t) != len(pixels)) for t in others) else pixels
 
 
-def _step_back_on_failure(trace: Any) -> None:
+def _step_back_on_failure() -> None:
     """A trace that fails with an unknown batch starts again without one."""
-    if getattr(trace.output, "_vitcg_watched", False):
+    trace = _torch.current_trace()
+    if not is_batched() or getattr(trace.output, "_vitcg_watched", False):
         return
     trace.output._vitcg_watched = True
 
     def failed(error: BaseException) -> None:
+        if _torch.dynamo_goes_on(trace, error):
+            return
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        refuse_batch("host_code", f"the tower's own code needs the number of images: {_torch.user_line(error) or text}")
+        text = f"the tower's own code needs the number of images: {_torch.user_line(error) or text}"
+        _refuse(trace.speculation_log, "host_code", text)  # the failed trace is no longer the current one
 
     _torch.on_failed_trace(trace, failed)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["FamilyStatus", "families", "read_record", "table"]
+__all__ = ["FamilyStatus", "document", "everything", "families", "read_record", "recorded", "table"]
 
 RECORD = "families.json"
 
@@ -41,8 +41,29 @@ class FamilyStatus:
     transformers: str
 
 
-def families() -> tuple[FamilyStatus, ...]:
-    """The record of this release, by family: written by the test run of the versions that it names."""
+def families(transformers: str | None = None) -> tuple[FamilyStatus, ...]:
+    """The record of this release, by family: written by the test run of the versions that it names.
+
+    Args:
+        transformers: the release of transformers, one of `recorded()`; None: the newest of them.
+
+    Raises:
+        ValueError: nothing is recorded of that release.
+    """
+    known = recorded()
+    chosen = known[0] if transformers is None else transformers
+    if chosen not in known:
+        raise ValueError(f"no record of transformers {chosen}; there is one of {', '.join(known)}")
+    return tuple(status for status in everything() if status.transformers == chosen)
+
+
+def recorded() -> tuple[str, ...]:
+    """Releases of transformers that the record knows, the newest first."""
+    return tuple(dict.fromkeys(status.transformers for status in everything()))
+
+
+def everything() -> tuple[FamilyStatus, ...]:
+    """The rows of the record, all releases of transformers, in the order of the file."""
     return tuple(FamilyStatus(**row) for row in read_record())
 
 
@@ -52,8 +73,16 @@ def read_record() -> list[dict[str, Any]]:
     return rows
 
 
+def document(statuses: tuple[FamilyStatus, ...]) -> str:
+    """The tables of a record in Markdown, one a release of transformers."""
+    releases = dict.fromkeys(status.transformers for status in statuses)
+    return "\n".join(
+        f"## transformers {release}\n\n{table(tuple(s for s in statuses if s.transformers == release))}" for release in releases
+    )
+
+
 def table(statuses: tuple[FamilyStatus, ...]) -> str:
-    """The record as a table in Markdown, with the counts and versions in front."""
+    """A record as a table in Markdown, with the counts and versions in front."""
     counts: Mapping[str, int] = {s: sum(f.status == s for f in statuses) for s in ("graphed", "in parts", "refused")}
     versions = sorted({f"transformers {f.transformers}, torch {f.torch}" for f in statuses})
     lines = [f"{len(statuses)} families: " + ", ".join(f"{n} {status}" for status, n in counts.items()) + ".", ""]

@@ -241,14 +241,19 @@ class _Arguments(Sequence[Any]):
     def __getitem__(self, position: Any) -> Any:
         return self._own[position] if position in self._own else self._template[position]
 
+    def __setitem__(self, position: int, value: Any) -> None:
+        self._own[position] = value
+
 
 def _filled(route: _Route, given: Sequence[Any]) -> _Arguments:
     """The graph's arguments for a call."""
     own = {position: given[leaf] for position, leaf in route.leaves}
     bound = route.callee.body.bound
     items = 0 if bound.grid is None else len(own[bound.grid])
-    route.callee.parts.fill_sizes(own, own[bound.pixels].shape[0] // bound.pixels_per_row, items)
-    return _Arguments(route, own)
+    tokens = own[bound.pixels].shape[0] // bound.pixels_per_row // bound.symbols.unit
+    arguments = _Arguments(route, own)
+    route.callee.parts.layouts.sizes.fill(arguments, tokens, items)
+    return arguments
 
 
 def _arguments(route: _Route, given: Sequence[Any]) -> _Arguments | None:

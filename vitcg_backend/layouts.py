@@ -28,6 +28,7 @@ from .bucketing import Bucket, Layout, capacity_tier, tail_grid
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .passes.program import AttentionStep
+from .sizes import Sizes
 
 __all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit", "grid_tensor"]
 
@@ -118,6 +119,8 @@ class LayoutCache:
         num_bytes: of what is kept.
         version: goes up whenever values are dropped.
         items: arguments that bring a value for each item, besides the grid.
+        sizes: the sizes among the arguments of a call.
+        other_sizes: those that the metadata depends on besides the grid and the rows.
     """
 
     def __init__(self, body: CompiledBody, kernel: VarlenKernel | None, max_bytes: int = MAX_BYTES) -> None:
@@ -126,6 +129,8 @@ class LayoutCache:
         self.max_bytes, self.num_bytes, self.version = max_bytes, 0, 0
         self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
         self.items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
+        self.sizes = Sizes(body.bound)
+        self.other_sizes = [i for i in self.sizes.others if i in body.hoisted.prologue_inputs]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
         self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
         self._host, self._quick = body.host_prologue, body.quick_prologue
@@ -178,7 +183,7 @@ class LayoutCache:
         items = tuple(tuple(args[i].tolist()) for i in self.items)
         if any(len(i) != len(layout or ()) for i in items):
             return self._compute(args, layout, rows, bucket)
-        key = (layout, items, rows, bucket)
+        key = (layout, items, rows, bucket, *[args[i] for i in self.other_sizes])
         values = self._values.get(key)
         if values is None:
             values = self._compute(args, layout, rows, bucket)
@@ -276,11 +281,11 @@ class LayoutCache:
         self, module: fx.GraphModule, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int
     ) -> tuple[Tensor, ...]:
         bound = self.body.bound
-        grid_items = None if layout is None else len(layout) + len(tail)
+        items = len(layout or ()) + len(tail)
         n = total // bound.symbols.unit
         host = module is not self.body.hoisted.prologue
         inputs = []
-        for position, role, form in self._facts().inputs:
+        for position, role in self._facts().inputs:
             value = args[position]
             if role == Role.GRID and (host or tail):
                 value = grid_tensor([*layout, *tail], value.dtype, torch.device("cpu") if host else value.device)  # type: ignore[misc]
@@ -289,7 +294,7 @@ class LayoutCache:
                 if tail:  # a merge size of 1 suits every dummy item
                     value = torch.cat([value, value.new_ones(len(tail))])
             elif role == Role.SIZE:
-                value = grid_items if form is None else form[0] * n + form[1]
+                value = self.sizes.value(position, args, n, items)
             inputs.append(value)
         return tuple(module(*inputs))
 
@@ -373,24 +378,23 @@ class _Traced:
     """What was traced, in plain numbers: to ask sizes for them takes longer than all else for a small layout.
 
     Attributes:
-        inputs: of each input of the prologue the position in the call, its role, and (c, d) where it is the size ``c * n + d``.
+        inputs: of each input of the prologue the position in the call, and its role.
         shapes: of each tensor that the pieces read where it is (a result of the prologue, or -1 - position), its name, and
             (c, d) of each of its sizes.
         axes: of each result of the prologue that the pieces read its index, its name, and its token axis.
     """
 
-    inputs: list[tuple[int, str, tuple[int, int] | None]]
+    inputs: list[tuple[int, str]]
     shapes: list[tuple[int, str, list[tuple[int, int] | None]]]
     axes: list[tuple[int, str, int | None]]
 
     @classmethod
     def of(cls, body: CompiledBody) -> _Traced:
         symbols, nodes = body.bound.symbols, body.bound.placeholders
-        inputs = [(p, nodes[p].meta["role"], nodes[p].meta["val"]) for p in body.hoisted.prologue_inputs]
         extra = [(-1 - i, node) for i, node in enumerate(nodes) if node.meta["role"] == Role.EXTRA]
         made = [(i, node) for i, node in enumerate(body.hoisted.metadata) if body.program.reads(i)]
         return cls(
-            [(position, role, symbols.linear(val) if role == Role.SIZE else None) for position, role, val in inputs],
+            [(position, nodes[position].meta["role"]) for position in body.hoisted.prologue_inputs],
             [(i, node.name, [symbols.linear(size) for size in node.meta["val"].shape]) for i, node in (*made, *extra)],
             [(i, node.name, next(iter(token_axes(node.meta["val"], symbols)), None)) for i, node in made],
         )

@@ -38,8 +38,6 @@ class Parts:
     def __init__(self, body: CompiledBody, layouts: LayoutCache) -> None:
         self.body, self.layouts = body, layouts
         self._checked: dict[Layout | int, Plan] = {}
-        sizes = [(i, node.meta["val"]) for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.SIZE]
-        self._sizes = [(position, body.bound.symbols.linear(size)) for position, size in sizes]
 
     def possible(self) -> bool:
         """Whether calls may be cut at all: items of three sizes and nothing else to them, or images, one a row; and results
@@ -72,14 +70,8 @@ class Parts:
         if bound.grid is not None:
             grid = args[bound.grid]
             arguments[bound.grid] = grid_tensor(part.layout or (), grid.dtype, grid.device)
-        self.fill_sizes(arguments, part.rows, len(part.layout or ()))
+        self.layouts.sizes.fill(arguments, part.rows // bound.symbols.unit, len(part.layout or ()))
         return arguments
-
-    def fill_sizes(self, arguments: list[Any] | dict[int, Any], rows: int, items: int) -> None:
-        """Set the sizes among the arguments of a call: those that do not follow its rows are the number of its items."""
-        tokens = rows // self.body.bound.symbols.unit
-        for position, form in self._sizes:
-            arguments[position] = items if form is None else form[0] * tokens + form[1]
 
     def joined(self, args: Sequence[Any], layout: Layout | None, rows: int, plan: Plan) -> Joined:
         """Where the results of the parts go, once the parts have been found independent of one another.

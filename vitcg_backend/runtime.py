@@ -370,7 +370,8 @@ class CompiledTower:
     def _note_how(self, key: Any, capture: Capture, part: Part, values: LayoutValues) -> None:
         """The next call of the layout may be served `_as_before`, if nothing else of a call has a say in it."""
         body, bound = self.body, self.body.bound
-        plain = not (self._extra or bound.numbers or body.checks or body.hoisted.reads_state or self._layouts.items)
+        more = self._layouts.items or self._layouts.other_sizes or body.hoisted.reads_state
+        plain = not (self._extra or bound.numbers or body.checks or more)
         if not plain or not self.planner.is_final(part.layout):
             return
         if self._again_at != self._versions or len(self._again) >= _MAX_AGAIN:
