@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.10 to 3.12 and make:
 #
 #   make demo     real photographs through a vision tower, eager and compiled
-#   make test     checks and tests, those of towers on the oldest transformers, too
+#   make test     checks and tests
 #
 # PYTHON=python3.12   the interpreter (default: the first of python3, python3.12, python3.11, python3.10 that will do)
 # VENV=path           use this virtual environment; what it lacks is installed into it, a torch that it has is kept
@@ -43,7 +43,7 @@ say = { echo "vitcg: $(1)" >&2; exit 1; }
 demo: $(READY)
 	@$(RUN) -m vitcg_backend demo $(DEMO)
 
-test: check tests tests-oldest
+test: check tests
 
 check: $(READY)
 	@if $(call has,ruff); then $(RUN) -m ruff check . && $(RUN) -m ruff format --check .; \
@@ -76,7 +76,7 @@ endif
 	@rm -rf .oldest && mkdir .oldest
 	@$(RUN) -m pip install --retries 2 --target .oldest "transformers==$(OLDEST)" >.oldest/install.log 2>&1 \
 	 || { grep -i error .oldest/install.log | tail -n 1 >&2; \
-	   $(call say,transformers $(OLDEST) could not be installed. Is there a network and a package index? What pip said is in .oldest/install.log. Everything else of make test: make check tests.); }
+	   $(call say,transformers $(OLDEST) could not be installed. Is there a network and a package index? What pip said is in .oldest/install.log.); }
 	@touch $@
 
 bench: $(READY)
