@@ -450,13 +450,24 @@ def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the dtype, device, sizes and strides that these have now.
 
     Dynamo's own check of tensors, which torch 2.11 skips for the parameters of modules whose dictionaries have not changed:
-    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp).
+    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp), which holds of no
+    tensors of which one is given twice: of tied weights the first is checked, the others must be the same object.
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-    return guards.check
+    first: dict[int, int] = {}
+    same = [(i, first[id(t)]) for i, t in enumerate(tensors) if first.setdefault(id(t), i) != i]
+    places = list(first.values())
+    unique = [tensors[i] for i in places]
+    sizes, strides = [list(t.shape) for t in unique], [list(t.stride()) for t in unique]
+    check = TensorGuards(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    if not same:
+        return check
+
+    def function(*given: Tensor) -> bool:
+        return all(given[i] is given[j] for i, j in same) and check(*[given[i] for i in places])
+
+    return function
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------

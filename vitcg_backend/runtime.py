@@ -285,14 +285,13 @@ class CompiledTower:
         """Results of the replays of a plan. The call that comes back has a reason where a bucket could not be used."""
         with self._lock, self._order.on(self._device):
             tensors = self._states.of(args)
-            state = self._states.number_at(tensors)
-            try:
-                outcome = self._replayed(args, ask, state)
-                if self._states.confirms(state, tensors):  # while the device works
-                    return outcome
-            except _Unconfirmed:
-                pass
-            return self._replayed(args, ask, self._states.number(tensors))
+            for number in (self._states.number_at, self._states.number):
+                state = number(tensors)
+                with contextlib.suppress(_Unconfirmed):
+                    outcome = self._replayed(args, ask, state)
+                    if self._states.confirms(state, tensors):  # while the device works
+                        return outcome
+            return None, ask.because("parameters_change")  # somebody moves them at this moment
 
     def _replayed(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
         if len(ask.plan.parts) > 1:
