@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._inductor.config
 from torch import Tensor, fx
@@ -33,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "Ambient",
@@ -68,6 +71,7 @@ __all__ = [
     "is_resumed",
     "is_traceable_wrapper_subclass",
     "layout_check",
+    "leaves_traces",
     "mark_batch",
     "mark_rows",
     "new_size",
@@ -79,6 +83,7 @@ __all__ = [
     "real_tensors",
     "release_workspaces",
     "root_of",
+    "size_guards",
     "size_key",
     "start_compile_workers",
     "trace_artifact",
@@ -397,6 +402,31 @@ def size_key(tensor: Tensor) -> tuple[Any, ...]:
     return (*tensor.shape[1:], str(tensor.dtype))
 
 
+def leaves_traces(trace: Any) -> bool:
+    """Inside a compile: whether the traced code changes an object that was there before: an attribute of a module, a dict.
+
+    An attribute that has its old value again is not changed: transformers sets and resets one in each call. Source:
+    `SideEffects.store_attr_mutations` (torch/_dynamo/side_effects.py), and the kinds of `MutationType`
+    (torch/_dynamo/variables/base.py).
+    """
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = trace.output.side_effects
+    for variable in effects.id_to_variable.values():
+        if isinstance(variable.mutation_type, ValueMutationExisting) and effects.is_modified(variable):
+            return True
+        if isinstance(variable.mutation_type, AttributeMutationExisting):
+            owner = getattr(variable, "value", None)
+            for name, written in effects.store_attr_mutations.get(variable, {}).items():
+                before = getattr(owner, name, _NOTHING)
+                if not (written.is_python_constant() and written.as_python_constant() is before):
+                    return True
+    return False
+
+
+_NOTHING = object()
+
+
 def root_of(trace: Any) -> Any:
     """The translator of the frame that is compiled, which inlined the others; once that trace has ended, `trace` itself."""
     return getattr(trace.output, "root_tx", None) or trace
@@ -492,6 +522,37 @@ def divisions(expression: Any) -> list[tuple[Any, Any]]:
     """(dividend, divisor) of the whole divisions and remainders in a size or guard (torch/utils/_sympy/functions.py)."""
     found = expression.atoms(FloorDiv, CleanDiv, Mod, PythonMod) if hasattr(expression, "atoms") else ()
     return [(division.args[0].expand(), division.args[1]) for division in found]
+
+
+def size_guards(shape_env: ShapeEnv, symbols: Sequence[Any]) -> Callable[..., bool]:
+    """What a trace has decided by sizes, as a function of their values in the order of `symbols`.
+
+    Source: `ShapeEnv.guards` and `var_to_range` (torch/fx/experimental/symbolic_shapes.py), which Dynamo makes its guards of, and
+    their form in Python (`PythonPrinter`, torch/utils/_sympy/printers.py). Sizes without a hint have neither.
+
+    Raises:
+        ValueError: a guard is about another size.
+    """
+    names = {symbol: f"size{number}" for number, symbol in enumerate(symbols)}
+    texts = []
+    for guard in shape_env.guards:
+        expression = shape_env.simplify(guard.expr)
+        if not expression.free_symbols <= names.keys():
+            raise ValueError(f"the trace has decided by {guard.expr}")
+        texts.append(f"({PythonPrinter().doprint(expression.xreplace({s: sympy.Symbol(n, integer=True) for s, n in names.items()}))})")
+    for symbol, name in names.items():
+        known = shape_env.var_to_range.get(symbol)
+        if known is not None and symbol in shape_env.backed_var_to_val:
+            texts += [f"{name} >= {int(known.lower)}"] + ([f"{name} <= {int(known.upper)}"] if known.upper < 2**62 else [])
+    holds = eval(f"lambda {', '.join(names.values())}: {' and '.join(texts) or 'True'}", {"math": math})
+
+    def function(*sizes: int) -> bool:
+        try:
+            return bool(holds(*sizes))
+        except ZeroDivisionError:  # sizes too small for a quotient that the trace went on with
+            return False
+
+    return function
 
 
 # --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------
