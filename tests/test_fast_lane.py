@@ -304,7 +304,7 @@ class Keeping(Branching):
 
 @pytest.mark.parametrize(("kind", "whole"), [(Branching, True), (Parted, False), (Untraced, False), (Keeping, False)])
 def test_what_the_towers_own_code_does_with_sizes(kind: type[nn.Module], whole: bool) -> None:
-    """Each answer of a question about rows has a route of its own; code around the graph, and what it keeps, is never left out."""
+    """Each answer of a question about rows has its own route; code around the graph, and what it keeps, is never left out."""
     tower = tiny_tower("qwen2_vl", depth=1)
     wrapped = kind(tower)
     lane = vitcg_backend.fast_lane(compile_tower(wrapped))
@@ -335,6 +335,25 @@ def test_two_towers_of_one_class() -> None:
     third = copy.deepcopy(towers.pop(0))
     assert_same(lanes[0], towers[0], IMAGE)
     assert_same(vitcg_backend.fast_lane(compile_tower(third)), third, IMAGE)
+
+
+def test_a_model_that_holds_its_lane_is_copied() -> None:
+    """The copy's lane serves the copy, with the weights that it has then."""
+    model = nn.Module()
+    model.tower = tiny_tower("qwen2_vl", depth=1)
+    model.tower.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    model.lane = vitcg_backend.fast_lane(model.tower)
+    plain = tiny_tower("qwen2_vl", depth=1)
+    for _ in range(3):
+        assert_same(model.lane, plain, IMAGE)
+    twin = copy.deepcopy(model)
+    assert twin.lane.tower is twin.tower
+    with torch.no_grad():
+        for tower in (twin.tower, other := copy.deepcopy(plain)):
+            tower.blocks[0].mlp.fc1.weight.mul_(2)
+    for seed in range(3):
+        assert_same(twin.lane, other, IMAGE, seed=seed)
+        assert_same(model.lane, plain, IMAGE, seed=seed)
 
 
 def test_reset_in_between() -> None:

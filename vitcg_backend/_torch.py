@@ -480,8 +480,8 @@ def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the dtype, device, sizes and strides that these have now.
 
     Dynamo's own check of tensors, which torch 2.11 skips for the parameters of modules whose dictionaries have not changed:
-    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp), which holds of no
-    tensors of which one is given twice: of tied weights the first is checked, the others must be the same object.
+    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp). It never holds
+    where one tensor is given twice: of tied weights the first is checked, the others must be that object.
     """
     from torch._C._dynamo.guards import TensorGuards
 
@@ -527,24 +527,24 @@ def divisions(expression: Any) -> list[tuple[Any, Any]]:
 def size_guards(shape_env: ShapeEnv, symbols: Sequence[Any]) -> Callable[..., bool]:
     """What a trace has decided by sizes, as a function of their values in the order of `symbols`.
 
-    Source: `ShapeEnv.guards` and `var_to_range` (torch/fx/experimental/symbolic_shapes.py), which Dynamo makes its guards of, and
-    their form in Python (`PythonPrinter`, torch/utils/_sympy/printers.py). Sizes without a hint have neither.
+    Source: `ShapeEnv.guards` and `var_to_range` (torch/fx/experimental/symbolic_shapes.py), of which Dynamo makes its guards,
+    and their form in Python (`PythonPrinter`, torch/utils/_sympy/printers.py). Sizes without a hint have neither.
 
     Raises:
         ValueError: a guard is about another size.
     """
-    names = {symbol: f"size{number}" for number, symbol in enumerate(symbols)}
+    names = {symbol: sympy.Symbol(f"size{number}", integer=True) for number, symbol in enumerate(symbols)}
     texts = []
     for guard in shape_env.guards:
         expression = shape_env.simplify(guard.expr)
         if not expression.free_symbols <= names.keys():
             raise ValueError(f"the trace has decided by {guard.expr}")
-        texts.append(f"({PythonPrinter().doprint(expression.xreplace({s: sympy.Symbol(n, integer=True) for s, n in names.items()}))})")
+        texts.append(f"({PythonPrinter().doprint(expression.xreplace(names))})")
     for symbol, name in names.items():
         known = shape_env.var_to_range.get(symbol)
         if known is not None and symbol in shape_env.backed_var_to_val:
             texts += [f"{name} >= {int(known.lower)}"] + ([f"{name} <= {int(known.upper)}"] if known.upper < 2**62 else [])
-    holds = eval(f"lambda {', '.join(names.values())}: {' and '.join(texts) or 'True'}", {"math": math})
+    holds = eval(f"lambda {', '.join(map(str, names.values()))}: {' and '.join(texts) or 'True'}", {"math": math})
 
     def function(*sizes: int) -> bool:
         try:

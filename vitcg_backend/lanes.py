@@ -98,6 +98,10 @@ class FastLane:
         self._routes: dict[Any, list[_Route]] = {}  # kind of call -> routes for calls of different sizes
         self._ambient = _torch.Ambient()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one that was pickled, is a lane of the copied tower, and looks at that for itself."""
+        return FastLane, (self.tower,)
+
     def forget(self) -> None:
         """Look at the tower once more: its modules have changed."""
         self._routes.clear()
@@ -162,7 +166,9 @@ class FastLane:
                 which = hooked[0] if hooked else "every module"
                 raise _NoRoute(f"{which} has hooks, and what they do besides the output would be left out")
             if not seen[0][0].owners.is_whole(self._module):
-                raise _NoRoute("the graph is not all that the tower does: Python code runs around it, or it keeps something besides")
+                raise _NoRoute(
+                    "the graph is not all that the tower does: Python code runs around it, or it keeps something besides"
+                )
             route = _route(*seen[0], given, output)
         except _NoRoute as error:
             self._refuse(kind, str(error))

@@ -1,7 +1,7 @@
 """What Dynamo assumes about the sizes of a call: its graph is right where they hold, elsewhere there is or will be another.
 
-A tower's own code may ask how many rows there are (``if len(pixels) > 4096``), and then each answer is a graph. Dynamo checks that
-in each call; whoever calls a graph without Dynamo asks here.
+A tower's own code may ask how many rows there are (``if len(pixels) > 4096``), and then each answer is a graph. Dynamo checks
+that in each call; whoever calls a graph without Dynamo asks here.
 """
 
 from __future__ import annotations
