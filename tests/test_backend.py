@@ -8,17 +8,22 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from common import IMAGE, LAYOUTS, MIXED, VIDEO, assert_same, compile_tower, run, stats, tiny_tower
 
 import vitcg_backend
-from vitcg_backend import testing
+from vitcg_backend import backend, testing
+from vitcg_backend.counters import BucketStats, Stats
 from vitcg_backend.debug import Dump
 from vitcg_backend.errors import AttentionUnavailable, OptionError, Refused, VitcgError
 from vitcg_backend.options import Options
+from vitcg_backend.owners import Owners
+from vitcg_backend.runtime import CompiledTower
 
 BAD_OPTIONS = {
     "unknown": (
@@ -267,3 +272,44 @@ def test_training_through_inductor() -> None:
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
     assert stats(tower).fallbacks == {"gradients": 2}
     assert "inductor" not in stats(tower).refusals
+
+
+class _Compiling(CompiledTower):
+    """A tower; while somebody asks whose it is, another thread compiles."""
+
+    def __init__(self) -> None:
+        self.stats, self.owners, self.others = Stats(), Owners([]), []
+
+    def belongs_to(self, ids: set[int]) -> bool:
+        """No tower's, after the other thread has compiled something."""
+        other: Any = backend._Ordinary(len, Stats(), "", Owners([]))
+        thread = threading.Thread(target=backend._served_by, args=(other,))
+        thread.start()
+        thread.join()
+        self.others.append(other)
+        return False
+
+
+class _Growing(BucketStats):
+    """Counters of a bucket; while they are read, another is made."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "hits":
+            counted.buckets[len(counted.buckets)] = BucketStats()
+        return super().__getattribute__(name)
+
+
+counted = Stats()
+
+
+def test_another_thread_compiles_or_counts_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While towers are looked through, and while counters are summed."""
+    monkeypatch.setattr(backend, "_live", type(backend._live)())
+    busy = _Compiling()
+    backend._live.add(busy)
+    assert backend.live_towers(torch.nn.Linear(2, 2)) == []
+    assert len(busy.others) == 1
+    counted.buckets[8] = _Growing()
+    busy.stats = counted
+    assert vitcg_backend.stats().calls == 0
+    assert len(counted.buckets) > 1

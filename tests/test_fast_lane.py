@@ -265,6 +265,66 @@ def test_numbers_in_the_output_follow_the_rows() -> None:
             assert lane(pixels, grid_thw=grid)["rows"] == len(pixels)
 
 
+class Branching(nn.Module):
+    """A tower that treats large calls otherwise."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> Any:
+        """The result of the tower, of doubled pixels where there are many."""
+        return self.tower(pixels * 2 if len(pixels) > 40 else pixels, grid_thw=grid_thw)
+
+
+class Parted(Branching):
+    """A tower whose own Python code asks how many items there are."""
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> Any:
+        """The result of the tower, of doubled pixels where there are several items."""
+        return self.tower(pixels * 2 if len(grid_thw) > 1 else pixels, grid_thw=grid_thw)
+
+
+class Untraced(Parted):
+    """The same, and Dynamo is kept out of it."""
+
+    forward = torch.compiler.disable(Parted.forward, recursive=False)
+
+
+class Keeping(Branching):
+    """A tower that keeps its last result."""
+
+    last: Any = None
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> Any:
+        """The result of the tower."""
+        self.last = self.tower(pixels, grid_thw=grid_thw)
+        return self.last
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(Branching, True), (Parted, False), (Untraced, False), (Keeping, False)])
+def test_what_the_towers_own_code_does_with_sizes(kind: type[nn.Module], whole: bool) -> None:
+    """Each answer of a question about rows has its own route; code around the graph, and what it keeps, is never left out."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    wrapped = kind(tower)
+    lane = vitcg_backend.fast_lane(compile_tower(wrapped))
+    layouts = (IMAGE, IMAGE, IMAGE, MIXED, MIXED, MIXED, IMAGE, VIDEO, TWO_IMAGES, IMAGE)
+    for seed, layout in enumerate(layouts):
+        pixels, grid = testing.make_inputs(tower, layout, seed=seed)
+        with torch.no_grad():
+            output = lane(pixels, grid)
+            assert wrapped.last is output if kind is Keeping else True
+            assert_equal(output, wrapped(pixels, grid), wrapped, pixels, grid)
+    assert bool(lane.refusals) != whole
+
+    def again() -> None:
+        for layout in (IMAGE, VIDEO, MIXED):
+            with torch.no_grad():
+                lane(*testing.make_inputs(tower, layout))
+
+    assert (dynamos(wrapped, again) == 0) == whole
+
+
 def test_two_towers_of_one_class() -> None:
     """A, B, A, B through lanes of their own, which share a graph; then B's lane after A is gone."""
     towers = [tiny_tower("qwen3_vl", depth=1, seed=seed) for seed in (1, 2)]
@@ -275,6 +335,25 @@ def test_two_towers_of_one_class() -> None:
     third = copy.deepcopy(towers.pop(0))
     assert_same(lanes[0], towers[0], IMAGE)
     assert_same(vitcg_backend.fast_lane(compile_tower(third)), third, IMAGE)
+
+
+def test_a_model_that_holds_its_lane_is_copied() -> None:
+    """The copy's lane serves the copy, with the weights that it has then."""
+    model = nn.Module()
+    model.tower = tiny_tower("qwen2_vl", depth=1)
+    model.tower.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    model.lane = vitcg_backend.fast_lane(model.tower)
+    plain = tiny_tower("qwen2_vl", depth=1)
+    for _ in range(3):
+        assert_same(model.lane, plain, IMAGE)
+    twin = copy.deepcopy(model)
+    assert twin.lane.tower is twin.tower
+    with torch.no_grad():
+        for tower in (twin.tower, other := copy.deepcopy(plain)):
+            tower.blocks[0].mlp.fc1.weight.mul_(2)
+    for seed in range(3):
+        assert_same(twin.lane, other, IMAGE, seed=seed)
+        assert_same(model.lane, plain, IMAGE, seed=seed)
 
 
 def test_reset_in_between() -> None:

@@ -634,6 +634,42 @@ def test_b67_autocast_in_any_order() -> None:
             _edit_in_place(tower)
 
 
+class _Meanwhile:
+    """A lock; what another thread does just before somebody gets it."""
+
+    def __init__(self, lock: Any, work: Any) -> None:
+        self.lock, self.work = lock, work
+
+    def __enter__(self) -> None:
+        work, self.work = self.work, None
+        if work is not None:
+            work()
+        self.lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.lock.__exit__(*error)
+
+
+def test_another_thread_drops_the_capture_of_a_known_layout() -> None:
+    """Between the look at the layout and the replay: evicted, and another layout made known since."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    for _ in range(3):
+        assert_same(compiled, tower, IMAGE)
+    (part,) = live_towers(tower)
+
+    def evict() -> None:
+        part._captures.popitem(last=False)
+        part._captures_changed()
+        run(compiled, VIDEO)
+        run(compiled, VIDEO)
+
+    part._lock = _Meanwhile(part._lock, evict)  # type: ignore[assignment]  # a lock, too
+    assert_same(compiled, tower, IMAGE)
+    assert part._lock.work is None  # type: ignore[attr-defined]
+    assert stats(tower).last.hit
+
+
 def test_four_threads_share_a_tower() -> None:
     """Concurrent callers with other layouts each get their own result."""
     tower = tiny_tower("qwen3_vl")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import vitcg_backend
-from vitcg_backend import testing
+from vitcg_backend import _torch, testing
 from vitcg_backend.backend import live_towers
 
 Edit = Callable[[nn.Module], Any]
@@ -216,6 +216,33 @@ def test_edits_that_nobody_thinks_of_one_after_another() -> None:
             edit(tower)
         assert differs(tower, old), edit.__name__
         assert_same(compiled, tower, IMAGE, exact=edit is not _transposed)
+
+
+def test_weights_tied_and_untied_after_the_compile() -> None:
+    """One parameter for two layers in a graph of two: served from a capture each time. So is a tower tied from the start."""
+    tower, tied = small(seed=1), small(seed=2)
+    _tied(tied)
+    own = tower.blocks[1].attn.proj.weight
+    compiled, other = compile_tower(tower), compile_tower(tied)
+    assert_same(compiled, tower, IMAGE)
+    for step in range(3):
+        _tied(tower)
+        assert_same(compiled, tower, IMAGE, seed=step)
+        assert_same(other, tied, IMAGE, seed=step)
+        tower.blocks[1].attn.proj.weight = own
+        assert_same(compiled, tower, IMAGE, seed=step)
+    counted = stats(tower)
+    assert (counted.graphs, counted.captures, counted.hits) == (1, 3, counted.calls)
+
+
+def test_tied_weights_of_another_layout_are_told_apart() -> None:
+    """At the address of a tied weight another view of it: `layout_check` looks at it, too."""
+    w = torch.randn(4, 4)
+    check = _torch.layout_check([w, w])
+    assert check(w, w)
+    assert not check(w, w.t())
+    assert not check(w.t(), w)
+    assert not check(w, w.detach())
 
 
 def test_b56_towers_of_one_class_share_a_graph_and_never_a_result() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._inductor.config
 from torch import Tensor, fx
@@ -33,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
+from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "Ambient",
@@ -69,6 +72,7 @@ __all__ = [
     "is_resumed",
     "is_traceable_wrapper_subclass",
     "layout_check",
+    "leaves_traces",
     "mark_batch",
     "mark_rows",
     "merge_guards",
@@ -81,6 +85,7 @@ __all__ = [
     "real_tensors",
     "release_workspaces",
     "root_of",
+    "size_guards",
     "size_key",
     "start_compile_workers",
     "trace_artifact",
@@ -518,6 +523,31 @@ def size_key(tensor: Tensor) -> tuple[Any, ...]:
     return (*tensor.shape[1:], str(tensor.dtype))
 
 
+def leaves_traces(trace: Any) -> bool:
+    """Inside a compile: whether the traced code changes an object that was there before: an attribute of a module, a dict.
+
+    An attribute that has its old value again is not changed: transformers sets and resets one in each call. Source:
+    `SideEffects.store_attr_mutations` (torch/_dynamo/side_effects.py), and the kinds of `MutationType`
+    (torch/_dynamo/variables/base.py).
+    """
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = trace.output.side_effects
+    for variable in effects.id_to_variable.values():
+        if isinstance(variable.mutation_type, ValueMutationExisting) and effects.is_modified(variable):
+            return True
+        if isinstance(variable.mutation_type, AttributeMutationExisting):
+            owner = getattr(variable, "value", None)
+            for name, written in effects.store_attr_mutations.get(variable, {}).items():
+                before = getattr(owner, name, _NOTHING)
+                if not (written.is_python_constant() and written.as_python_constant() is before):
+                    return True
+    return False
+
+
+_NOTHING = object()
+
+
 def root_of(trace: Any) -> Any:
     """The translator of the frame that is compiled, which inlined the others; once that trace has ended, `trace` itself."""
     return getattr(trace.output, "root_tx", None) or trace
@@ -571,13 +601,24 @@ def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the dtype, device, sizes and strides that these have now.
 
     Dynamo's own check of tensors, which torch 2.11 skips for the parameters of modules whose dictionaries have not changed:
-    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp).
+    ``weight.data = weight.data.t()`` goes unseen there. Source: `TensorGuards` (torch/csrc/dynamo/guards.cpp). It never holds
+    where one tensor is given twice: of tied weights the first is checked, the others must be that object.
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-    return guards.check
+    first: dict[int, int] = {}
+    same = [(i, first[id(t)]) for i, t in enumerate(tensors) if first.setdefault(id(t), i) != i]
+    places = list(first.values())
+    unique = [tensors[i] for i in places]
+    sizes, strides = [list(t.shape) for t in unique], [list(t.stride()) for t in unique]
+    check = TensorGuards(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    if not same:
+        return check
+
+    def function(*given: Tensor) -> bool:
+        return all(given[i] is given[j] for i, j in same) and check(*[given[i] for i in places])
+
+    return function
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
@@ -602,6 +643,37 @@ def divisions(expression: Any) -> list[tuple[Any, Any]]:
     """(dividend, divisor) of the whole divisions and remainders in a size or guard (torch/utils/_sympy/functions.py)."""
     found = expression.atoms(FloorDiv, CleanDiv, Mod, PythonMod) if hasattr(expression, "atoms") else ()
     return [(division.args[0].expand(), division.args[1]) for division in found]
+
+
+def size_guards(shape_env: ShapeEnv, symbols: Sequence[Any]) -> Callable[..., bool]:
+    """What a trace has decided by sizes, as a function of their values in the order of `symbols`.
+
+    Source: `ShapeEnv.guards` and `var_to_range` (torch/fx/experimental/symbolic_shapes.py), of which Dynamo makes its guards,
+    and their form in Python (`PythonPrinter`, torch/utils/_sympy/printers.py). Sizes without a hint have neither.
+
+    Raises:
+        ValueError: a guard is about another size.
+    """
+    names = {symbol: sympy.Symbol(f"size{number}", integer=True) for number, symbol in enumerate(symbols)}
+    texts = []
+    for guard in shape_env.guards:
+        expression = shape_env.simplify(guard.expr)
+        if not expression.free_symbols <= names.keys():
+            raise ValueError(f"the trace has decided by {guard.expr}")
+        texts.append(f"({PythonPrinter().doprint(expression.xreplace(names))})")
+    for symbol, name in names.items():
+        known = shape_env.var_to_range.get(symbol)
+        if known is not None and symbol in shape_env.backed_var_to_val:
+            texts += [f"{name} >= {int(known.lower)}"] + ([f"{name} <= {int(known.upper)}"] if known.upper < 2**62 else [])
+    holds = eval(f"lambda {', '.join(map(str, names.values()))}: {' and '.join(texts) or 'True'}", {"math": math})
+
+    def function(*sizes: int) -> bool:
+        try:
+            return bool(holds(*sizes))
+        except ZeroDivisionError:  # sizes too small for a quotient that the trace went on with
+            return False
+
+    return function
 
 
 # --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------

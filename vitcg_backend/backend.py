@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
 log = _torch.log
 _cache = PieceCache()
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
+_live_lock = threading.Lock()  # a thread may compile while another looks through them
 
 
 def vitcg(
@@ -117,7 +119,8 @@ def _note_recompiles(counters: Stats) -> None:
 
 def _served_by(callee: CompiledTower | _Ordinary, in_inference_mode: bool = False) -> Callable[..., Any]:
     """A plain function around a callee, which debuggers of Dynamo such as depyf expect; it keeps the callee alive."""
-    _live.add(callee)
+    with _live_lock:
+        _live.add(callee)
 
     def vitcg_graph(*args: Any) -> Any:
         return callee(*args)
@@ -146,6 +149,11 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     return fx.GraphModule(gm, graph)
+
+
+def _all_live() -> list[Any]:
+    with _live_lock:
+        return list(_live)
 
 
 class _Ordinary:
@@ -196,7 +204,7 @@ def stats(tower: torch.nn.Module | None = None) -> Stats:
     Raises:
         TypeError: `tower` is no module.
     """
-    parts = list(_live)
+    parts = _all_live()
     if tower is not None:
         if not isinstance(tower, torch.nn.Module):
             raise TypeError(f"stats() takes a tower, compiled or not, or nothing; got {type(tower).__name__} {tower!r:.60}.")
@@ -213,7 +221,7 @@ def stats(tower: torch.nn.Module | None = None) -> Stats:
 def live_towers(tower: torch.nn.Module) -> list[CompiledTower]:
     """The compiled graphs of a tower that can use buckets."""
     owned = ids_of(tower)
-    return [part for part in _live if isinstance(part, CompiledTower) and part.belongs_to(owned)]
+    return [part for part in _all_live() if isinstance(part, CompiledTower) and part.belongs_to(owned)]
 
 
 def replay_of(tower: torch.nn.Module) -> Callable[[], None]:
@@ -225,7 +233,7 @@ def replay_of(tower: torch.nn.Module) -> Callable[[], None]:
 
 def reset() -> None:
     """Give back every capture, static buffer, layout and compiled piece; `torch._dynamo.reset()` calls it."""
-    for part in list(_live):
+    for part in _all_live():
         part.clear()
     _cache.pieces.clear()
     batching.forget_sizes()

@@ -182,7 +182,7 @@ class Stats:
 
 
 def combine(parts: list[Stats]) -> Stats:
-    """The sum of several towers' counters; `last` is the latest call of them all."""
+    """The sum of several towers' counters; `last` is the latest call of them all. Other threads may count meanwhile."""
     total = Stats()
     for part in parts:
         for name in (
@@ -197,12 +197,12 @@ def combine(parts: list[Stats]) -> Stats:
             "layouts",
         ):
             setattr(total, name, getattr(total, name) + getattr(part, name))
-        total.fallbacks.update(part.fallbacks)
-        total.sizes.update(part.sizes)
+        total.fallbacks.update(dict(part.fallbacks))
+        total.sizes.update(dict(part.sizes))
         total.refusals.update(part.refusals)
         if part.last is not None and (total.last is None or part.last.number > total.last.number):
             total.last = part.last
-        for tokens, bucket in part.buckets.items():
+        for tokens, bucket in dict(part.buckets).items():
             into = total.buckets.setdefault(tokens, BucketStats())
             for name in vars(bucket):
                 a, b = getattr(into, name), getattr(bucket, name)

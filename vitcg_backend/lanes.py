@@ -25,6 +25,7 @@ from . import _torch
 from .backend import live_towers
 from .passes.graph import Role
 from .runtime import CompiledTower
+from .size_guards import SizeGuards
 from .states import Known, StateChanged
 
 __all__ = ["FastLane", "fast_lane"]
@@ -65,6 +66,7 @@ class _Route:
         callee: the graph that serves it.
         template: its arguments: parameters and buffers as they are, None for what each call brings.
         leaves: (position of an argument, which leaf of the call's arguments it is).
+        sizes: what Dynamo has decided by the sizes of those.
         known: its parameters. Their memory is kept: it must not go while a replay that finds them changed still runs.
         results: which result of the graph each leaf of the output is, None for `constants`.
         constants: leaves of the output that are the same in each call.
@@ -74,6 +76,7 @@ class _Route:
     callee: CompiledTower
     template: list[Any]
     leaves: list[tuple[int, int]]
+    sizes: SizeGuards
     known: Known
     results: list[int | None]
     constants: list[Any]
@@ -92,8 +95,12 @@ class FastLane:
         self.tower = tower
         self.refusals: dict[Any, str] = {}
         self._module: nn.Module = getattr(tower, "_orig_mod", tower)
-        self._routes: dict[Any, _Route] = {}
+        self._routes: dict[Any, list[_Route]] = {}  # kind of call -> routes for calls of different sizes
         self._ambient = _torch.Ambient()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one that was pickled, is a lane of the copied tower, and looks at that for itself."""
+        return FastLane, (self.tower,)
 
     def forget(self) -> None:
         """Look at the tower once more: its modules have changed."""
@@ -104,14 +111,14 @@ class FastLane:
         """The tower's output. Raises what the tower raises."""
         given = (*args, *kwargs.values())
         kind = self._kind(len(args), kwargs, given)
-        route = self._routes.get(kind) if kind is not None else None
-        if route is not None:
+        for route in self._routes.get(kind, ()) if kind is not None else ():
             arguments = _arguments(route, given)
             if arguments is not None:
                 try:
                     return _output(route, route.callee.serve(arguments, route.known))
                 except StateChanged:
                     self._routes.pop(kind, None)  # Dynamo may have another graph for them
+                    break
         return self._watched(kind, given, args, kwargs)
 
     def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
@@ -158,13 +165,18 @@ class FastLane:
             if hooked or _torch.has_global_hooks():
                 which = hooked[0] if hooked else "every module"
                 raise _NoRoute(f"{which} has hooks, and what they do besides the output would be left out")
+            if not seen[0][0].owners.is_whole(self._module):
+                raise _NoRoute(
+                    "the graph is not all that the tower does: Python code runs around it, or it keeps something besides"
+                )
             route = _route(*seen[0], given, output)
         except _NoRoute as error:
             self._refuse(kind, str(error))
             return output
         if len(self._routes) >= _MAX_ROUTES:
-            self._routes.pop(next(iter(self._routes)))
-        self._routes[kind] = route
+            self._routes.pop(next(iter(self._routes)), None)
+        others = [other for other in self._routes.get(kind, ()) if _arguments(other, given) is None]
+        self._routes[kind] = [route, *others]
         return output
 
     def _refuse(self, kind: Any, why: str) -> None:
@@ -217,12 +229,16 @@ def _route(
         places.append(next((i for i, r in enumerate(results) if r is leaf), None) if isinstance(leaf, Tensor) else None)
         if isinstance(leaf, Tensor) and places[-1] is None:
             raise _NoRoute("a tensor of the output is made outside of the graph")
+    try:
+        sizes = SizeGuards(body.bound.placeholders, [position for position, _ in leaves])
+    except ValueError as error:
+        raise _NoRoute(str(error)) from error
     constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
     try:
         known = callee.known(arguments)
     except (NotImplementedError, RuntimeError) as error:  # a tensor that has no storage of its own
         raise _NoRoute(f"the memory of its parameters is not known: {error}") from error
-    route = _Route(callee, template, leaves, known, places, constants, spec)
+    route = _Route(callee, template, leaves, sizes, known, places, constants, spec)
     again = _filled(route, given)
     if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):
         raise _NoRoute("a size in the graph is neither a number of tokens nor the number of items")
@@ -257,9 +273,11 @@ def _filled(route: _Route, given: Sequence[Any]) -> _Arguments:
 
 
 def _arguments(route: _Route, given: Sequence[Any]) -> _Arguments | None:
-    """The graph's arguments for a call; None where its rows are no whole tokens: Dynamo may have another graph for them."""
+    """The graph's arguments for a call; None where its sizes are not those of the graph: Dynamo may have another for them."""
     arguments = _filled(route, given)
     bound = route.callee.body.bound
+    if not route.sizes.hold(arguments):
+        return None
     rows = arguments[bound.pixels].shape[0]
     return None if rows == 0 or rows % (bound.pixels_per_row * bound.symbols.unit) else arguments
 

@@ -45,6 +45,9 @@ class Owners:
         tensors.sort(key=lambda pair: not isinstance(pair[1], nn.Parameter))
         self._positions = [i for i, _ in tensors[:_TENSORS]]
         self._modules = [weakref.ref(module) for module in _modules_of(trace)]
+        self._whole: dict[type, Any] = {}
+        if trace is not None and not why_in_parts() and not _torch.leaves_traces(trace):
+            self._whole = {type(module): _torch.traced_code(trace) for module in _modules_of(trace)}
         self._towers: deque[list[weakref.ref[Tensor]]] = deque(maxlen=_TOWERS)
         self._place: tuple[str, int] | None = None
         if trace is not None and not self._modules and not self._positions:
@@ -62,6 +65,11 @@ class Owners:
         references: list[Any] = [*self._modules, *(ref for refs in list(self._towers) for ref in refs)]
         owners = [ref() for ref in references]
         return any(id(owner) in ids for owner in owners if owner is not None)
+
+    def is_whole(self, tower: nn.Module) -> bool:
+        """Whether the graph is all that a tower's forward does: no Python runs around it, and nothing else is changed."""
+        forward = getattr(tower.forward, "__func__", tower.forward)
+        return type(tower) in self._whole and getattr(forward, "__code__", None) is self._whole[type(tower)]
 
     def traced_in(self, tower: nn.Module) -> bool:
         """Whether it is of a tower's code, where nothing else tells: what follows a graph break need not hold the module."""

@@ -205,10 +205,13 @@ class CompiledTower:
         """
         bound = self.body.bound
         layout = None if bound.grid is None else tuple(map(tuple, args[bound.grid].tolist()))
-        again = self._again.get((layout, args[bound.pixels].shape[bound.pixel_axis]))
-        if again is None or _torch.in_forward_ad():
+        place = layout, args[bound.pixels].shape[bound.pixel_axis]
+        if place not in self._again or _torch.in_forward_ad():
             return None
         with self._lock, self._order.on(self._device):
+            again = self._again.get(place)  # another thread may have had it dropped, or made anew
+            if again is None:
+                return None
             tensors = self._states.of(args) if known is None else known.tensors
             state = self._states.number_at(tensors) if known is None else known.number
             if self._again_at != self._versions or again.key[2:] != (state, _torch.numeric_state()):

@@ -99,6 +99,32 @@ def test_an_activation_in_the_epilogue_stays() -> None:
     torch.testing.assert_close(run(piece), expected, rtol=2e-2, atol=2e-2)
 
 
+def _as_it_is(m: Any, x: Tensor, g: Tensor) -> Tensor:
+    w, _ = wide(m, 260, 260, torch.bfloat16)
+    return x.bfloat16().repeat(1, 33)[:, :260] @ w.permute(0, 1)
+
+
+def _one_bias(m: Any, x: Tensor, g: Tensor) -> Tensor:
+    w, b = wide(m, 260, 256, torch.bfloat16)
+    return F.linear(x.bfloat16().repeat(1, 32), w, b[:1])
+
+
+def _by_strides(m: Any, x: Tensor, g: Tensor) -> Tensor:
+    w, b = wide(m, 260, 256, torch.bfloat16)
+    y = F.linear(x.bfloat16().repeat(1, 32), w, b)
+    return torch.as_strided(y, y.shape, y.stride())
+
+
+@pytest.mark.parametrize("function", [_as_it_is, _one_bias, _by_strides])
+def test_what_only_looks_alike(function: Callable[..., Tensor]) -> None:
+    """A permutation that turns nothing, one bias for all outputs, a result read by its strides: left as they are."""
+    piece = aten_of(function)
+    before = list(piece.graph.nodes)
+    assert products(piece), "a product is what this is about"
+    assert align_products(piece, device_type="cpu") is piece
+    assert list(piece.graph.nodes) == before
+
+
 @pytest.mark.gpu
 def test_numerics() -> None:
     """On CUDA the padded product is at least as close to float64 as the product itself."""

@@ -10,7 +10,9 @@ activation is padded by the kernel that computes it.
 Numerics: zeros are added to the sums, which changes none; another kernel sums in another order: within the error budget,
 not bit-equal. It changes no piece that runs eagerly.
 
-Cases: products of matrices with a transposed weight of at least 256 x 256, on CUDA in bfloat16 and float16.
+Cases: 1. products of matrices with a transposed weight of at least 256 x 256, on CUDA in bfloat16 and float16. 2. A bias that
+is spread over the outputs is left alone. 3. So is every product of a graph that reads memory by strides: the rows of a result
+lie further apart afterwards, and such an operation was traced for the rows as they lay.
 
 Before::
 
@@ -36,7 +38,7 @@ __all__ = ["align_products"]
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten._addmm_activation.default: 1}  # -> position of the first matrix
-_TURNED = (aten.permute.default, aten.t.default)
+_BY_STRIDES = {getattr(aten, name) for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")}
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 8  # elements of half precision in 16 bytes
 _LEAST = 256
@@ -49,7 +51,9 @@ def align_products(gm: fx.GraphModule, *, device_type: str = "cuda") -> fx.Graph
         gm: an ATen piece with ``meta["val"]``. It is changed.
         device_type: where the rewrite holds.
     """
-    matches = [node for node in gm.graph.nodes if node.target in _PRODUCTS and _matches(node, device_type)]
+    by_strides = any(getattr(node.target, "overloadpacket", None) in _BY_STRIDES for node in gm.graph.nodes)
+    products = [] if by_strides else [node for node in gm.graph.nodes if node.target in _PRODUCTS]
+    matches = [node for node in products if _matches(node, device_type)]
     for node in matches:
         _rewrite(gm.graph, node)
     if matches:
@@ -63,14 +67,21 @@ def _matches(node: fx.Node, device_type: str) -> bool:
     first = _PRODUCTS[node.target]
     turned = node.args[first + 1]
     value = node.meta["val"]
-    if turned.target not in _TURNED or value.device.type != device_type or value.dtype not in _HALF:
-        return False
-    if first and node.args[0].meta["val"].dim() != 1:  # a matrix is added, not a bias
+    if not _turns(turned) or value.device.type != device_type or value.dtype not in _HALF:
         return False
     sizes = turned.args[0].meta["val"].shape
+    if first and tuple(node.args[0].meta["val"].shape) != (sizes[0],):  # what is added is no bias of one number an output
+        return False
     if not all(isinstance(size, int) and size >= _LEAST for size in sizes):
         return False
     return any(size % _ALIGNED for size in sizes)
+
+
+def _turns(node: fx.Node) -> bool:
+    """Whether a node is the transpose of a matrix."""
+    if node.target is aten.permute.default:
+        return [axis % 2 for axis in node.args[1]] == [1, 0]  # type: ignore[union-attr,operator]  # a list of axes
+    return node.target is aten.t.default
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
