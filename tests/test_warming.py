@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from common import DEVICE, IMAGE, MIXED, TWO_IMAGES, VIDEO, assert_same, compile_tower, stats, tiny_tower
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import vitcg_backend
 from vitcg_backend import OptionError
+from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import num_tokens
 from vitcg_backend.warming import picture
 
@@ -245,3 +248,37 @@ def test_a_tower_of_images_was_not_called_yet() -> None:
     with pytest.raises(OptionError, match="has other parameters"):
         vitcg_backend.warmup(compiled, sizes=[4])
     assert stats(tower).captures == captures
+
+
+def test_what_other_threads_do_during_a_warm_up() -> None:
+    """A reset, which holds a lock of Dynamo that the warm-up may need, waits for nothing; their calls capture nothing."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, capture="warmup")
+    assert_same(compiled, tower, IMAGE)
+    (part,) = live_towers(tower)
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            assert_same(compiled, tower, VIDEO)
+        except BaseException as error:
+            failed.append(error)
+
+    def elsewhere(work: object) -> bool:
+        thread = threading.Thread(target=work, daemon=True)  # type: ignore[arg-type]
+        thread.start()
+        thread.join(60)
+        return not thread.is_alive()
+
+    with part.warming():
+        called = elsewhere(call)
+        reasons = [stats(tower).last.reason]
+        assert_same(compiled, tower, VIDEO)
+        reasons.append(stats(tower).last.reason)
+        captures = stats(tower).captures
+        reset = elsewhere(torch._dynamo.reset)
+    assert called
+    assert reset
+    assert not failed
+    assert reasons == ["not_warmed_up", None]
+    assert captures == 1

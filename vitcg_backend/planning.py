@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +84,7 @@ class Planner:
         fits: whether the compiled pieces are right for a plan, of a call of so many rows.
         costs: what has been measured.
         captured: budgets that have a capture.
-        warming: captures are allowed although ``capture="warmup"`` is set.
+        warming: threads that may capture although ``capture="warmup"`` is set; their plans are not kept for others.
         version: goes up whenever a plan may have become another.
     """
 
@@ -94,7 +95,7 @@ class Planner:
     fits: Callable[[Plan, int], bool] = lambda plan, rows: True
     costs: Costs = field(default_factory=Costs)
     captured: set[int] = field(default_factory=set)
-    warming: bool = False
+    warming: set[int] = field(default_factory=set)
     version: int = 0
     ladder: Ladder = field(init=False)
     _plans: dict[object, Plan] = field(default_factory=dict)
@@ -126,9 +127,14 @@ class Planner:
         return self.options.min_tokens == "auto"
 
     @property
+    def warms(self) -> bool:
+        """Whether the current thread is in a warm-up."""
+        return threading.get_ident() in self.warming
+
+    @property
     def may_capture(self) -> bool:
         """Whether a bucket without a capture may get one now."""
-        return self.warming or self.options.capture != "warmup"
+        return self.options.capture != "warmup" or self.warms
 
     def plan(self, layout: Layout | None, rows: int) -> Plan:
         """The plan of a call of whole tokens."""
@@ -137,7 +143,7 @@ class Planner:
         key = rows if layout is None else layout
         if layout is not None and len(layout) > 1:
             self._count(layout)
-        plan = self._plans.get(key)
+        plan = None if self.warming and self.warms else self._plans.get(key)
         if plan is None:
             plan = self._make(layout, rows)
             if not self.fits(plan, rows):
@@ -171,8 +177,8 @@ class Planner:
         return self.measures and bucket is not None and not self.costs.knows_uncaptured(bucket.tokens)
 
     def warm(self, warming: bool) -> None:
-        """Whether captures are allowed although ``capture="warmup"`` is set."""
-        self.warming = warming
+        """Whether the current thread may capture although ``capture="warmup"`` is set."""
+        (self.warming.add if warming else self.warming.discard)(threading.get_ident())
         self._forget()
 
     def use(self, captured: set[int]) -> None:
@@ -351,7 +357,7 @@ class Planner:
     def _budgets(self, tokens: int) -> Sequence[int]:
         """Budgets that may serve a call now. A plan with others than those to come is not settled, so not kept."""
         captured = self.captured
-        self._settled = True
+        self._settled = not (self.warming and self.warms)
         if not self.may_capture:
             return sorted(captured)
         if self.ladder is self._automatic:

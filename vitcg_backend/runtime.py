@@ -536,7 +536,7 @@ class CompiledTower:
         bucket.pool_bytes += capture.pool_bytes
         self.stats.captures += 1
         self.stats.recaptures += again
-        if self.planner.warming:  # what comes later is to be served by what is captured now
+        if self.planner.warms:  # what comes later is to be served by what is captured now
             self._layouts.share(key[0], capture.bounds)
         limit = self.options.memory_limit_mib
         while len(self._captures) > 1 and (len(self._captures) > _MAX_CAPTURES or self._over(limit)):
@@ -588,12 +588,17 @@ class CompiledTower:
 
     @contextlib.contextmanager
     def warming(self) -> Iterator[None]:
-        """Calls inside may capture although ``capture="warmup"`` is set."""
+        """Calls of this thread inside may capture although ``capture="warmup"`` is set.
+
+        No lock is held meanwhile: a call may compile, for which Dynamo has a lock, and `torch._dynamo.reset` has that one while
+        it waits for ours.
+        """
         with self._lock:
             self.planner.warm(True)
-            try:
-                yield
-            finally:
+        try:
+            yield
+        finally:
+            with self._lock:
                 self.planner.warm(False)
 
     def call_with(self, images: int, ids: set[int]) -> bool:
