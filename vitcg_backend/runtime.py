@@ -547,6 +547,8 @@ class CompiledTower:
     def _captures_changed(self) -> None:
         self._version += 1
         self._again.clear()
+        if not self._captures:  # a graph pool ends with the last graph in it, and its handle is of no use then
+            self._pool = None
         self.planner.use(set(self.budgets_captured))
 
     def _over(self, limit_mib: int | None) -> bool:
