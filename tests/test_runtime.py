@@ -912,7 +912,7 @@ def test_what_was_served_before_is_not_asked_again(monkeypatch: pytest.MonkeyPat
         assert_same(compiled, tower, layout)
     asked = []
     ask = CompiledTower._ask
-    monkeypatch.setattr(CompiledTower, "_ask", lambda self, args: asked.append(args) or ask(self, args))
+    monkeypatch.setattr(CompiledTower, "_ask", lambda self, *args: asked.append(args) or ask(self, *args))
     before = stats(tower).hits
     for seed, layout in enumerate((IMAGE, MIXED, MIXED, IMAGE)):
         assert_same(compiled, tower, layout, seed=seed)

@@ -430,7 +430,7 @@ def merge_guards() -> None:
         if any(source in partials for source in chain) or _is_repeated(guard, chain, typed, trace, seen):
             dropped.append(guard)
     guards.inner -= torch.utils._ordered_set.OrderedSet(dropped)
-    index = getattr(guards, "source_to_guards", {})  # since torch 2.12
+    index = getattr(guards, "source_to_guards", {})  # torch 2.13 has it, 2.11 does not
     for guard in dropped:
         index.pop(guard.originating_source, None)
     for source, value in partials.items():

@@ -143,7 +143,7 @@ class Planner:
         key = rows if layout is None else layout
         if layout is not None and len(layout) > 1:
             self._count(layout)
-        plan = None if self.warming and self.warms else self._plans.get(key)
+        plan = None if self.warms else self._plans.get(key)
         if plan is None:
             plan = self._make(layout, rows)
             if not self.fits(plan, rows):
@@ -154,10 +154,10 @@ class Planner:
                 self._plans[key] = plan
         return plan
 
-    def is_final(self, layout: Layout | None) -> bool:
-        """Whether the next call of this layout, which has a plan, gets the same one and need not be counted."""
+    def is_final(self, layout: Layout | None, rows: int) -> bool:
+        """Whether the next call of this layout gets the plan that is kept for it, and need not be counted."""
         counted = layout is None or len(layout) == 1 or self._repeats.get(layout, 0) >= REPEATED
-        return counted and self._settled and not self._observes
+        return counted and (rows if layout is None else layout) in self._plans and not self._observes
 
     def learn(self, part: Part, replay_s: float, uncaptured_s: float) -> None:
         """The seconds of a part's first use, replayed and uncaptured."""
@@ -278,11 +278,9 @@ class Planner:
         starts = list(accumulate(patches, initial=0))
         plan = Plan(tuple(self._part(group, units, starts) for group in groups))
         unknown = self.measures and self._repeats.get(layout, 0) >= REPEATED and layout not in self._several
-        return (
-            replace(plan, rival=self._whole_plan(layout, rows, capacities))
-            if unknown and self._fits_one(layout, capacities)
-            else plan
-        )
+        if unknown and self._fits_one(layout, capacities):
+            return replace(plan, rival=self._whole_plan(layout, rows, capacities))
+        return plan
 
     def _groups(
         self, layout: Layout, tokens: Sequence[int], frames: Sequence[int], capacities: Capacities
@@ -357,7 +355,7 @@ class Planner:
     def _budgets(self, tokens: int) -> Sequence[int]:
         """Budgets that may serve a call now. A plan with others than those to come is not settled, so not kept."""
         captured = self.captured
-        self._settled = not (self.warming and self.warms)
+        self._settled = not self.warms
         if not self.may_capture:
             return sorted(captured)
         if self.ladder is self._automatic:

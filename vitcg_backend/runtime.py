@@ -174,7 +174,9 @@ class CompiledTower:
             return self._served(args, known)
 
     def _served(self, args: Sequence[Any], known: Known | None) -> list[Any]:
-        results = self._as_before(args, known)
+        grid = self.body.bound.grid
+        layout = None if grid is None else tuple(map(tuple, args[grid].tolist()))  # once: a grid on a GPU is waited for
+        results = self._as_before(args, layout, known)
         if results is not None:
             return results
         args = list(args)
@@ -183,7 +185,7 @@ class CompiledTower:
             fits = self._states.fits(state)
         if known is not None and known.number != state:
             raise StateChanged
-        ask = self._ask(args)
+        ask = self._ask(args, layout)
         if not fits and ask.reason not in _BY_OPERATORS:
             ask = ask.because("other_parameters")
         if ask.plan.parts:
@@ -198,13 +200,12 @@ class CompiledTower:
             return results
         return self._operators(args) if ask.reason in _BY_OPERATORS else self._uncaptured(args, ask.layout, ask.rows)
 
-    def _as_before(self, args: Sequence[Any], known: Known | None) -> list[Any] | None:
+    def _as_before(self, args: Sequence[Any], layout: Layout | None, known: Known | None) -> list[Any] | None:
         """Results of a call whose layout one replay has served before, None where anything is not as it was then.
 
         Nothing is looked at before the replay that can be looked at while it runs: small calls wait for the host.
         """
         bound = self.body.bound
-        layout = None if bound.grid is None else tuple(map(tuple, args[bound.grid].tolist()))
         place = layout, args[bound.pixels].shape[bound.pixel_axis]
         if place not in self._again or _torch.in_forward_ad():
             return None
@@ -234,7 +235,7 @@ class CompiledTower:
     def _versions(self) -> tuple[int, ...]:
         return self._version, self._layouts.version, self.planner.version
 
-    def _ask(self, args: Sequence[Any]) -> _Ask:
+    def _ask(self, args: Sequence[Any], layout: Layout | None) -> _Ask:
         bound = self.body.bound
         self.body.check(args)
         rows, rest = divmod(args[bound.pixels].shape[bound.pixel_axis], bound.pixels_per_row)
@@ -245,9 +246,7 @@ class CompiledTower:
         for position, number in bound.numbers:
             if args[position] != number:
                 return _Ask.refused(None, rows, "other_number")
-        layout: Layout | None = None
-        if bound.grid is not None:
-            layout = tuple(map(tuple, args[bound.grid].tolist()))
+        if layout is not None:
             if not _is_valid(layout, rows, bound.symbols.unit):
                 return _Ask.refused(layout, rows, "invalid_grid")
         elif rows % bound.symbols.unit or rows == 0:
@@ -375,7 +374,7 @@ class CompiledTower:
         body, bound = self.body, self.body.bound
         more = self._layouts.items or self._layouts.other_sizes or body.hoisted.reads_state
         plain = not (self._extra or bound.numbers or body.checks or more)
-        if not plain or not self.planner.is_final(part.layout):
+        if not plain or not self.planner.is_final(part.layout, part.rows):
             return
         if self._again_at != self._versions or len(self._again) >= _MAX_AGAIN:
             self._again.clear()  # they hold values that may have been dropped

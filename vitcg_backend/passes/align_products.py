@@ -27,12 +27,10 @@ After::
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from .. import _torch
+from .graph import adding_before
 
 __all__ = ["align_products"]
 
@@ -89,15 +87,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     source, weight = node.args[first], node.args[first + 1].args[0]
     outputs, inputs = weight.meta["val"].shape
     more_outputs, more_inputs = -outputs % _ALIGNED, -inputs % _ALIGNED
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = graph.call_function(target, args, kwargs)
-        values = fx.map_arg(args, lambda n: n.meta["val"])
-        new.meta = {**node.meta, "val": target(*values, **kwargs)}
-        return new
-
-    # Without Python's own decompositions the fake pad would settle for the number of rows in the example.
-    with graph.inserting_before(node), node.meta["val"].fake_mode, _torch.enable_python_dispatcher():
+    with adding_before(node) as add:
         turned = add(aten.permute.default, add(aten.constant_pad_nd.default, weight, [0, more_inputs, 0, more_outputs]), [1, 0])
         if more_inputs:
             source = add(aten.constant_pad_nd.default, source, [0, more_inputs])

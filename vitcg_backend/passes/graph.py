@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,18 @@ from torch import Tensor, fx
 
 from .. import _torch
 
-__all__ = ["Ineligible", "Role", "Symbols", "fake_of", "is_size", "rows_of", "source_line", "token_axes", "where"]
+__all__ = [
+    "Ineligible",
+    "Role",
+    "Symbols",
+    "adding_before",
+    "fake_of",
+    "is_size",
+    "rows_of",
+    "source_line",
+    "token_axes",
+    "where",
+]
 
 HINT = 256
 """Size hint of the private token symbol: the same for every graph, so that the first image seen decides nothing."""
@@ -96,6 +108,23 @@ def is_size(value: Any) -> bool:
 def fake_of(node: fx.Node) -> Any:
     """The node's value in the private fake mode."""
     return node.meta.get("val")
+
+
+@contextlib.contextmanager
+def adding_before(node: fx.Node) -> Iterator[Callable[..., fx.Node]]:
+    """A function of an operator and its arguments that puts the call before a node of an ATen graph, with ``meta["val"]``.
+
+    Without Python's own decompositions a fake pad would settle for the number of rows in the example.
+    """
+    graph = node.graph
+
+    def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = graph.call_function(target, args, kwargs)
+        new.meta = {**node.meta, "val": target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)}
+        return new
+
+    with graph.inserting_before(node), node.meta["val"].fake_mode, _torch.enable_python_dispatcher():
+        yield add
 
 
 def token_axes(value: Any, symbols: Symbols) -> list[int]:

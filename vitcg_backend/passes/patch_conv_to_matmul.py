@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .graph import adding_before
+
 __all__ = ["patch_conv_to_matmul"]
 
 aten = torch.ops.aten
@@ -57,13 +59,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     x, w = source.meta["val"], weight.meta["val"]
     width = math.prod(w.shape[1:])
 
-    def add(target: Any, *args: Any) -> fx.Node:
-        new = graph.call_function(target, args)
-        values = fx.map_arg(args, lambda n: n.meta["val"])
-        new.meta = {**node.meta, "val": target(*values)}
-        return new
-
-    with graph.inserting_before(node), x.fake_mode:
+    with adding_before(node) as add:
         rows = _size_node(graph, source, x)
         clone = source if x.is_contiguous() else add(aten.clone.default, source)
         flat = add(aten.view.default, clone, [rows, width])
