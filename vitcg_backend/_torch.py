@@ -411,7 +411,7 @@ def merge_guards() -> None:
 
     Where nothing beneath a module is reached through a class or through a `functools.partial`, Dynamo looks at the module's
     dictionaries in place of all guards beneath it, on Python 3.12 (torch/_dynamo/guards.py, `find_tag_safe_roots`). Layers of
-    transformers have both, and thousands of guards are then looked at one by one, a quarter of a millisecond a call:
+    transformers have both, and thousands of guards are then looked at one by one, most of what Dynamo does in a call:
 
     - the same guard on the same class, reached through several modules: the first stays, for each module's class is guarded;
     - guards on what is in a partial of a builtin function (an activation): one on the module that holds it, which is looked at
