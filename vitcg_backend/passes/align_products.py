@@ -2,11 +2,11 @@
 
 Why: Hopper's fast kernels load tiles whose rows begin at multiples of 16 bytes. The MLP of Qwen2.5-VL is 3420 wide, four
 bfloat16 elements short of that, and cuBLAS takes a kernel that does 220 TFLOP/s at 6400 patches on an H200, where a large
-product does 790: 24 of the 32 ms of the tower's graph, which takes 18 ms with padded products. Aligning the rows in memory alone
+product does 790: 24 of the 32 ms of the tower's graph, which takes 18 ms with padded products. Aligning the rows in memory
 changes nothing, the sizes themselves have to fit.
 
-The weights are copied in every run and never kept: so an edit of them is seen by the next replay. The
-activation is padded by the kernel that computes it.
+The weights are copied in every run and never kept: so an edit of them is seen by the next replay. The activation is padded by
+the kernel that computes it.
 
 Numerics: zeros are added to the sums, which changes none; another kernel sums in another order: within the error budget,
 not bit-equal. It changes no piece that runs eagerly.
