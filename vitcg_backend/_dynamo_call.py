@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ def guard_on_hooks() -> None:
     arguments are in the plain dicts, too, and hooks of the backward pass matter where there is one.
     """
     from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource, TypeSource
 
     names = ["_forward_hooks", "_forward_pre_hooks"]
     if torch.is_grad_enabled():
@@ -51,9 +50,29 @@ def guard_on_hooks() -> None:
             module = _module_of(source, trace)
             if isinstance(module, torch.nn.Module):
                 classes.setdefault(type(module), source)
-    for source in classes.values():
-        forward = AttrSource(TypeSource(source), "forward")
-        guards.add(forward.make_guard(GuardBuilder.ID_MATCH), collect_debug_stack=False)
+    for cls, source in classes.items():
+        for guarded in _forward_of(cls, source):
+            guards.add(guarded, collect_debug_stack=False)
+
+
+def _forward_of(cls: type, source: Any) -> Iterator[Any]:
+    """Guards on what a module's class calls ``forward``, by way of the dictionaries of its classes.
+
+    A guard on the attribute itself would keep Dynamo from passing over the module (`merge_guards`).
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import DictGetItemSource, GetItemSource, TypeDictSource, TypeMROSource, TypeSource
+
+    for place, base in enumerate(cls.__mro__):
+        own = TypeSource(source) if place == 0 else GetItemSource(TypeMROSource(TypeSource(source)), place)
+        if "forward" in vars(base):
+            yield DictGetItemSource(TypeDictSource(own), "forward").make_guard(GuardBuilder.ID_MATCH)
+            return
+        if hasattr(GuardBuilder, "DICT_NOT_CONTAINS"):  # 2.13
+            lacks = functools.partial(GuardBuilder.DICT_NOT_CONTAINS, key="forward")
+        else:
+            lacks = functools.partial(GuardBuilder.DICT_CONTAINS, key="forward", invert=True)
+        yield TypeDictSource(own).make_guard(lacks)
 
 
 def merge_guards() -> None:
@@ -65,7 +84,9 @@ def merge_guards() -> None:
 
     - the same guard on the same class, reached through several modules: the first stays, for each module's class is guarded;
     - guards on what is in a partial of a builtin function (an activation): one on the module that holds it, which is looked at
-      when the module's dictionary has changed; of a change within the partial's own dictionary Dynamo then knows nothing.
+      when the module's dictionary has changed; of a change within the partial's own dictionary Dynamo then knows nothing;
+    - that every layer holds the same object (its config): that one does, and one guard on what holds the layers for the others;
+    - whether a config has some attributes, each of which runs its ``__getattribute__`` in Python: one that looks past that.
     """
     context, trace = torch._guards.TracingContext.try_get(), current_trace()
     if context is None or trace is None:  # called by hand, not by Dynamo
@@ -79,26 +100,94 @@ def merge_guards() -> None:
         chain = _chain(guard.originating_source)
         if any(source in partials for source in chain) or _is_repeated(guard, chain, typed, trace, seen):
             dropped.append(guard)
+    added = [
+        _lambda_guard(source.base, _holds_partial(source.member, value), f"{source.member} is {value}")
+        for source, value in partials.items()
+    ]
+    for replaced, guard in (*_same_in_layers(guards, trace), *_attributes_of_configs(guards, trace)):
+        dropped += replaced
+        added.append(guard)
     guards.inner -= torch.utils._ordered_set.OrderedSet(dropped)
     index = getattr(guards, "source_to_guards", {})  # torch 2.13 has it, 2.11 does not
     for guard in dropped:
         index.pop(guard.originating_source, None)
-    for source, value in partials.items():
-        guards.add(source.base.make_guard(_guard_on_partial(source.member, value)), collect_debug_stack=False)
+    for guard in added:
+        guards.add(guard, collect_debug_stack=False)
 
 
-def _guard_on_partial(name: str, value: functools.partial[Any]) -> Callable[[Any, Any], None]:
-    """What installs a guard on a module: its attribute `name` is such a partial."""
+def _lambda_guard(source: Any, holds: Callable[[Any], bool], text: str) -> Any:
+    """A guard that a function of a source's value holds (`GuardManager.add_lambda_guard`, torch/csrc/dynamo/guards.cpp)."""
+    return source.make_guard(lambda builder, guard: builder.get_guard_manager(guard).add_lambda_guard(holds, [text], None))
+
+
+def _same_in_layers(guards: Any, trace: Any) -> Iterator[tuple[list[Any], Any]]:
+    """(guards, one in their place): several places beneath one module of the tower hold the same object.
+
+    Left alone are places in modules whose dictionary Dynamo does not look at for another reason: it would not notice a change.
+    """
+    watched = {guard.originating_source for guard in guards if guard.create_fn_name() == "NOT_PRESENT_IN_GENERIC_DICT"}
+    groups: dict[tuple[Any, Any], list[tuple[Any, Any]]] = {}
+    for guard in guards:
+        if guard.create_fn_name() != "DUPLICATE_INPUT":
+            continue
+        place, first = guard.originating_source, guard.create_fn.keywords.get("source_b")
+        modules = [s for s in _chain(place)[::-1] if isinstance(_module_of(s, trace), torch.nn.Module)]
+        if len(modules) > 1 and modules[-1] is getattr(place, "base", None) and modules[-1] in watched:
+            groups.setdefault((first, modules[1]), []).append((guard, place))
+    for (_, holder), found in groups.items():
+        paths = ["module" + _source_name(place).removeprefix(_source_name(holder)) for _, place in found]
+        if len(found) > 1 and all(path.startswith(("module.", "module[")) for path in paths):
+            text = " is ".join(paths)
+            yield [guard for guard, _ in found[1:]], _lambda_guard(holder, eval(f"lambda module: {text}"), text)
+
+
+def _attributes_of_configs(guards: Any, trace: Any) -> Iterator[tuple[list[Any], Any]]:
+    """(guards, one in their place): which attributes an object has whose ``__getattribute__`` is a Python function.
+
+    Only where Dynamo has traced that function, and guards on it, down to `object.__getattribute__` (`GenericAttrSource`).
+    """
+    traced = {
+        guard.originating_source.base for guard in guards if type(guard.originating_source).__name__ == "GenericAttrSource"
+    }
+    groups: dict[Any, list[tuple[Any, str]]] = {}
+    for guard in guards:
+        if guard.create_fn_name() == "HASATTR":
+            source, name = _attribute(guard)
+            if source in traced:
+                groups.setdefault(source, []).append((guard, name))
+    for source, found in groups.items():
+        value = _value_of(source, trace)
+        has, cls = {name: hasattr(value, name) for _, name in found}, type(value)
+        plain = isinstance(cls.__getattribute__, types.FunctionType) and not hasattr(cls, "__getattr__")
+        if plain and _has(has, value):
+            yield (
+                [guard for guard, _ in found],
+                _lambda_guard(source, functools.partial(_has, has), f"it has, or has not: {has}"),
+            )
+
+
+def _attribute(guard: Any) -> tuple[Any, str]:
+    """(source of the object, name) of a guard `GuardBuilder.HASATTR`: since torch 2.13 a keyword, before the source's member."""
+    given = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
+    source = guard.originating_source
+    return (source, given["attr"]) if "attr" in given else (getattr(source, "base", None), getattr(source, "member", ""))
+
+
+def _has(wanted: dict[str, bool], value: Any) -> bool:
+    """Whether an object has the attributes that are marked True and lacks the others."""
+    members, cls = object.__getattribute__(value, "__dict__"), type(value)
+    return all((name in members or hasattr(cls, name)) == has for name, has in wanted.items())
+
+
+def _holds_partial(name: str, value: functools.partial[Any]) -> Callable[[Any], bool]:
+    """Of a module: whether its attribute `name` is such a partial."""
     function, keywords = value.func, dict(value.keywords)
 
     def holds(module: Any) -> bool:
         now = vars(module).get(name)
         return type(now) is functools.partial and now.func is function and now.args == () and now.keywords == keywords
 
-    def create(builder: Any, guard: Any) -> None:
-        builder.get_guard_manager(guard).add_lambda_guard(holds, [f"{name} is {value}"], None)
-
-    return create
+    return holds
 
 
 def _chain(source: Any) -> list[Any]:
@@ -144,8 +233,10 @@ def _module_of(source: Any, trace: Any) -> Any:
     `UnspecializedNNModuleSource` and its kin, whose name is an expression over the frame's locals and globals
     (torch/_dynamo/source.py).
     """
-    if "NNModule" not in type(source).__name__:
-        return None
+    return _value_of(source, trace) if "NNModule" in type(source).__name__ else None
+
+
+def _value_of(source: Any, trace: Any) -> Any:
     root = root_of(trace)
     return eval(_source_name(source), {"L": root.f_locals, "G": root.f_globals})
 
