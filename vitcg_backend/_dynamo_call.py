@@ -167,7 +167,7 @@ def _attributes_of_configs(guards: Any, trace: Any) -> Iterator[tuple[list[Any],
 
 
 def _attribute(guard: Any) -> tuple[Any, str]:
-    """(source of the object, name) of a guard `GuardBuilder.HASATTR`: since torch 2.13 a keyword, before the source's member."""
+    """(source of the object, name) of a guard `HASATTR`: since torch 2.13 a keyword of it, before the source's member."""
     given = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
     source = guard.originating_source
     return (source, given["attr"]) if "attr" in given else (getattr(source, "base", None), getattr(source, "member", ""))
