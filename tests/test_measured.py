@@ -82,10 +82,12 @@ class TestChoice:
 
     def test_first_one_wins_close_ones(self, clock, tmp_path):
         """Another kernel than the first has to be faster by more than the margin."""
-        clock["b"] = clock["a"] / (1 + measured.MARGIN)
+        clock["b"] = clock["a"] / (1 + 0.99 * measured.MARGIN)
         assert at(choice(tmp_path / "close")) == "a"
-        clock["b"] *= 0.99
+        clock["b"] = clock["a"] / (1 + 1.01 * measured.MARGIN)
         assert at(choice(tmp_path / "clear")) == "b"
+        clock.update(a=5e-6, b=5e-6 - 0.9 * measured.LEAST_GAIN)
+        assert at(choice(tmp_path / "short")) == "a"
 
     def test_nothing_is_measured_where_it_must_not_be(self, clock, tmp_path):
         """Without leave to measure the first kernel serves, what was measured before excepted; nothing is kept."""

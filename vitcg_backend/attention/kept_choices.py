@@ -23,7 +23,7 @@ import torch
 
 from .. import _torch
 
-__all__ = ["KeptChoices", "environment"]
+__all__ = ["KeptChoices", "environment", "version"]
 
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flashinfer-python", "nvidia-cudnn-frontend", "vitcg-backend")
 
@@ -36,10 +36,11 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cudnn": str(torch.backends.cudnn.version() if on_gpu else None),
     }
-    return found | {name: _version(name) for name in _PACKAGES}
+    return found | {name: version(name) for name in _PACKAGES}
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, "none" without one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -30,8 +30,9 @@ from .tiers import tiered
 
 __all__ = ["MeasuredChoice", "agrees", "even_segments", "seconds", "size_class"]
 
-MARGIN = 0.05
-"""Another kernel than the first has to be faster by this share: more kernels in a tower are more captures."""
+MARGIN, LEAST_GAIN = 0.1, 2e-6
+"""Another kernel than the first has to be faster by this share, and by so many seconds: several kernels in a tower are several
+captures of a bucket, more so of kernels that want close bounds."""
 
 _ROUNDS = 3
 _LAUNCHES = 2  # of a round: the second reads inputs that the first has left in the cache, as the next layer's does
@@ -117,7 +118,8 @@ def _fastest(seconds: Mapping[str, float], default: str) -> str:
     if not seconds:
         return default
     best = min(seconds, key=lambda name: seconds[name])
-    return default if default in seconds and seconds[default] <= seconds[best] * (1 + MARGIN) else best
+    near = seconds[best] + max(MARGIN * seconds[best], LEAST_GAIN)
+    return default if default in seconds and seconds[default] <= near else best
 
 
 def size_class(shapes: Sequence[AttentionShape], bounds: SegmentBounds) -> str:
