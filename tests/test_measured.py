@@ -101,9 +101,11 @@ class TestChoice:
         """While the stream is being captured the first kernel serves."""
         shapes = {0: [AttentionShape(torch.device("cuda"), torch.float16, 2, 1, 16, 16)]}
         monkeypatch.setattr(measured, "environment", lambda device: {})
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert at(MeasuredChoice([Named("a"), Named("b")], shapes, tmp_path)) == "a"
-        assert clock.asked == 0
+        monkeypatch.setattr(MeasuredChoice, "_measured", lambda *_: {"a": 2.0, "b": 1.0})
+        chosen = MeasuredChoice([Named("a"), Named("b")], shapes, tmp_path)
+        for capturing, name in ((True, "a"), (False, "b"), (True, "b")):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+            assert at(chosen) == name
 
     def test_one_usable_kernel_needs_no_clock(self, clock, tmp_path):
         """Where no other kernel can run, nothing is run and no file is written."""
@@ -368,6 +370,24 @@ class TestTower:
         counted = stats(tower)
         assert counted.captures == 2
         assert counted.hits == counted.calls
+
+    @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
+    def test_equal_bounds_of_two_kernels_are_two_captures(self, chosen, monkeypatch):
+        """Two layouts of one bucket whose static bounds are equal run with the kernel of each."""
+        for kernel in chosen:
+            kernel.needs_longest = False
+        monkeypatch.setattr(
+            measured, "_times", lambda kernels, shape, exact: {"a": 1.0, "b": 0.5 if exact.longest > 128 else 2.0}
+        )
+        tower = tiny_tower("qwen2_vl")
+        compiled = compile_tower(tower, token_budgets=[64])
+        for layout, kernel, other in ((((2, 8, 16),), *chosen), (((1, 16, 16),), *reversed(chosen))):
+            assert_same(compiled, tower, layout)
+            launches = kernel.launches, other.launches
+            run(compiled, layout)
+            assert kernel.launches > launches[0]
+            assert other.launches == launches[1]
+        assert stats(tower).captures == 2
 
     @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
     def test_what_was_warmed_up_serves_every_class(self, chosen):
