@@ -395,16 +395,23 @@ class TestTower:
         first, second = chosen
         tower = tiny_tower("qwen2_vl")
         compiled = compile_tower(tower, token_budgets=[64], capture="warmup")
-        times = {"a": 1.0, "b": 2.0}
+        times, measurements = {"a": 1.0, "b": 2.0}, []
+
+        def measure(kernels, shape, exact):
+            measurements.append(exact)
+            return dict(times)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measured, "_times", lambda kernels, shape, exact: dict(times))
+            patch.setattr(measured, "_times", measure)
             vitcg_backend.warmup(compiled)
             captures = stats(tower).captures
             times["b"] = 0.5  # from now on
-            for layout in (((1, 16, 16),), ((4, 8, 8),), ((1, 4, 4),) * 10):
+            asked = measurements.copy()
+            for layout in (((1, 16, 16),), ((4, 8, 8),), ((1, 4, 4),) * 10, ((1, 2, 4),) * 20):
                 launches = second.launches
                 assert_same(compiled, tower, layout)
-                assert stats(tower).last.hit
+                assert stats(tower).last.hit or len(layout) == 20  # more segments than the bounds have room for
                 assert second.launches == launches
+            assert measurements == asked  # a call that may not be captured is not measured for either
         assert stats(tower).captures == captures
         assert first.launches

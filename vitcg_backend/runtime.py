@@ -340,7 +340,9 @@ class CompiledTower:
     def _replay(self, args: Sequence[Any], part: Part, state: int, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
         """One replay. With `borrow` the results are views of the static outputs."""
         try:
-            values = self._layouts.get(args, part.layout, part.rows, part.bucket)
+            # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
+            measure = self.planner.may_capture
+            values = self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure)
         except Misfit as misfit:
             return None, misfit.reason
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
