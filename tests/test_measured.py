@@ -388,6 +388,7 @@ class TestTower:
             assert kernel.launches > launches[0]
             assert other.launches == launches[1]
         assert stats(tower).captures == 2
+        assert stats(tower).buckets[64].attention == {"a": 1, "b": 1}
 
     @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
     def test_what_was_warmed_up_serves_every_class(self, chosen):

@@ -531,6 +531,7 @@ class CompiledTower:
         again = any(k[:2] == key[:2] for k in self._captures)
         self._captures[key] = capture
         bucket.captures += 1
+        bucket.attention.update({kernel.name for kernel in capture.kernels.values()})
         bucket.capture_s += seconds
         bucket.self_check_s += check_s
         bucket.static_bytes = capture.static_bytes
