@@ -131,6 +131,21 @@ def test_last_row_of_every_segment(kernel, length):
     within_budget(out, q, k, v, lengths, 0.11)
 
 
+def test_few_plans_of_cudnn(monkeypatch):
+    """What cuDNN plans for, segments and the longest of them, are powers of two, whatever the bounds are."""
+    plans = set()
+
+    def planned(q, *args, **kwargs):
+        plans.add((kwargs["actual_seq_lens_q"].shape[0], kwargs["max_token_per_sequence"]))
+        return flashinfer(q, *args, **kwargs)
+
+    monkeypatch.setattr(flashinfer_cudnn, "_import", lambda: (planned, None))
+    for lengths in ([33], [40] * 3, [64, 1], [50] * 16):
+        q, k, v = packed(lengths)
+        within_budget(run(KERNELS["flashinfer"], q, k, v, lengths), q, k, v, lengths, 0.11)
+    assert plans == {(16, 64)}
+
+
 def test_rows_of_different_widths(kernel):
     """q, k and v need not lie in one buffer: each has strides of its own."""
     lengths = [40, 3, 0, 21]

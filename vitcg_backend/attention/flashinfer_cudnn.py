@@ -1,7 +1,9 @@
 """FlashInfer's cuDNN prefill: cuDNN's attention for packed segments, planned for each set of bounds.
 
-cuDNN's plan is made for heads, strides, segments and the longest segment; where rows lie and how many of each segment are there
-it reads on the device. A plan is made at the first run of a bucket, before its capture, and kept by FlashInfer.
+cuDNN's plan is made for heads, strides, segments and the longest segment; where rows lie and how many of each segment are
+there it reads on the device. To make a plan takes far longer than to run it. One is made at the first run of a bucket, before
+its capture, and kept by FlashInfer, which keeps 256 of them (0.7.4). So both bounds are rounded up here, whatever they are:
+calls of exact rows make no plans of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..bucketing import capacity_tier
 from .base import SegmentBounds, VarlenKernel, check_tensors, padded_cu_seqlens
 
 __all__ = ["FlashInferKernel"]
@@ -57,11 +60,13 @@ class FlashInferKernel(VarlenKernel):
         return _import()[1]
 
     def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
-        """Of each segment its rows, ``[bounds.segments]``, then `cu_seqlens` padded to ``[bounds.segments + 1]``.
+        """Of each segment its rows, ``[segments]``, then `cu_seqlens` padded to ``[segments + 1]``.
 
-        They have to cover every row.
+        `segments` is the tier of ``bounds.segments``. They have to cover every row.
         """
         borders = padded_cu_seqlens(cu_seqlens, bounds, cover=True)
+        more = capacity_tier(bounds.segments) - bounds.segments
+        borders = torch.cat([borders, borders[-1:].expand(more)])
         return torch.cat([borders.diff(), borders])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
@@ -94,13 +99,14 @@ def _call(
     scale: float,
 ) -> None:
     """One call that writes into `out`."""
-    lengths, borders = metadata[: bounds.segments].view(-1, 1, 1, 1), metadata[bounds.segments :]
+    segments, longest = capacity_tier(bounds.segments), capacity_tier(bounds.longest)
+    lengths, borders = metadata[:segments].view(-1, 1, 1, 1), metadata[segments:]
     # Where each segment begins, in elements of each tensor's own rows. Views of one buffer have equal rows.
     starts = {width: borders * width for width in {x.stride(0) for x in (q, k, v, out)}}
     with torch.no_grad():
         function(
             q, k, v, scale, q.new_empty(_WORKSPACE, dtype=torch.int8),
-            max_token_per_sequence=bounds.longest, max_sequence_kv=bounds.longest,
+            max_token_per_sequence=longest, max_sequence_kv=longest,
             actual_seq_lens_q=lengths, actual_seq_lens_kv=lengths, causal=False, return_lse=False,
             batch_offsets_q=starts[q.stride(0)], batch_offsets_k=starts[k.stride(0)],
             batch_offsets_v=starts[v.stride(0)], batch_offsets_o=starts[out.stride(0)],
