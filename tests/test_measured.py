@@ -209,6 +209,15 @@ class TestWrongResults:
         assert not agrees(rounded * (1 + 12 * torch.finfo(dtype).eps), rounded)
 
 
+    def test_one_row_of_very_many(self):
+        """A single head of a single row counts by itself, among however many right ones."""
+        expected = torch.randn(20_000, 2, 8).bfloat16()
+        wrong = expected.clone()
+        wrong[-1, 1] = expected[-2, 1]
+        assert agrees(expected, expected)
+        assert not agrees(wrong, expected)
+
+
 class TestSegments:
     """What is timed."""
 
