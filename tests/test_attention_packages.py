@@ -131,6 +131,13 @@ def test_last_row_of_every_segment(kernel, length):
     within_budget(out, q, k, v, lengths, 0.11)
 
 
+def test_segments_of_one_row(kernel):
+    """Segments of one row each, with query heads that share keys, are no decoding: empty ones may be among them."""
+    lengths = [1, 0] * 20
+    q, k, v = packed(lengths, kv_heads=1)
+    within_budget(run(kernel, q, k, v, lengths, spare=3), q, k, v, lengths, 0.11)
+
+
 def test_few_plans_of_cudnn(monkeypatch):
     """What cuDNN plans for, segments and the longest of them, are powers of two, whatever the bounds are."""
     plans = set()
