@@ -208,7 +208,6 @@ class TestWrongResults:
         assert agrees(rounded * (1 + torch.finfo(dtype).eps), rounded)
         assert not agrees(rounded * (1 + 12 * torch.finfo(dtype).eps), rounded)
 
-
     def test_one_row_of_very_many(self):
         """A single head of a single row counts by itself, among however many right ones."""
         expected = torch.randn(20_000, 2, 8).bfloat16()
