@@ -6,16 +6,21 @@ kernel runs than eager's.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import vitcg_backend
 from vitcg_backend import testing
+from vitcg_backend.backend import live_towers
+from vitcg_backend.capture import Capture
 
 DEVICE = os.environ.get("VITCG_TEST_DEVICE", "cpu")
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -91,3 +96,20 @@ def assert_sequence(
 def stats(tower: nn.Module) -> vitcg_backend.Stats:
     """Counters of the tower."""
     return vitcg_backend.stats(tower)
+
+
+def assert_not_replayed_once_moved(tower: nn.Module, call: Callable[[], Any]) -> None:
+    """A weight that moves takes its memory with it, and no call after that replays what reads it there."""
+    weight = next(m for m in tower.modules() if isinstance(m, nn.Linear)).weight
+    old = StorageWeakRef(weight.untyped_storage())
+    captures = {id(c) for part in live_towers(tower) for c in part._captures.values()}
+    weight.data = weight.data * 2
+    gc.collect()
+    assert old.expired()
+    replayed = []
+    with pytest.MonkeyPatch.context() as patch:
+        replay = Capture.replay
+        patch.setattr(Capture, "replay", lambda self, args: (replayed.append(id(self)), replay(self, args))[1])
+        call()
+    assert replayed
+    assert not captures & set(replayed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vitcg_backend import backend
+from vitcg_backend.capture import Capture
 
 REQUIRE_GPU = "VITCG_REQUIRE_GPU"
 
@@ -75,3 +76,16 @@ def fresh_dynamo(monkeypatch):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def as_a_graph(monkeypatch):
+    """Replays on a CPU read parameters where and as they lay at the capture, as a CUDA graph does."""
+    if os.environ.get("VITCG_TEST_DEVICE", "cpu") != "cpu":
+        return
+
+    def record(self, args, pool):
+        self.graph_args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+
+    monkeypatch.setattr(Capture, "record", record)
+    monkeypatch.setattr(Capture, "replay", lambda self, args: setattr(self, "_results", self.run(self.graph_args)))

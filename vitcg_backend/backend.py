@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import _torch, batching, lowering
+from . import _dynamo_call, _torch, batching, lowering
 from .attention import choose_for
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
@@ -62,8 +62,8 @@ def vitcg(
     """
     parsed = Options.parse(options, mode)
     lowering.install()
-    _torch.guard_on_hooks()
-    _torch.merge_guards()
+    _dynamo_call.guard_on_hooks()
+    _dynamo_call.merge_guards()
     counters = Stats(graphs=1, refusals={**why_in_parts(), **steps_taken()})
     dump = Dump(parsed.dump_dir)
     _note_recompiles(counters)
@@ -106,6 +106,7 @@ def vitcg(
     calls = body.program.attention
     choice = choose_for(parsed.attention, calls) if calls else None
     tower = CompiledTower(body, choice, parsed, counters, operators, example_inputs)
+    tower.leave_out_parameters()
     return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm))
 
 

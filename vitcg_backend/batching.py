@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from . import _torch
+from . import _dynamo_call, _torch
 from .marking import inputs_of, is_grid, is_refused
 
 __all__ = ["batch_refusal", "forget_sizes", "is_batched", "mark_batch", "note_size", "refuse_batch", "watch_batch"]
@@ -78,7 +78,7 @@ def watch_batch(gm: fx.GraphModule) -> None:
     trace = _torch.current_trace()
     refused = batch_refusal()
     if refused is not None and refused[0] == "image_sizes":
-        _torch.guard_on_other_sizes(trace, _pixels(inputs_of(trace), True), _sizes.get(_torch.traced_code(trace), set()))
+        _dynamo_call.guard_on_other_sizes(trace, _pixels(inputs_of(trace), True), _sizes.get(_torch.traced_code(trace), set()))
     if not is_batched():
         return
     broken = _torch.graph_break(trace)
@@ -87,7 +87,7 @@ def watch_batch(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if "squeeze" in _name(node) and "unsqueeze" not in _name(node) and _drops_unknown(node):
             refuse_batch("batch_of_one", f"{node.format_node()} drops the batch where it is 1")
-    _torch.guard_on_equal_rows(trace, trace.speculation_log._vitcg_batch)
+    _dynamo_call.guard_on_equal_rows(trace, trace.speculation_log._vitcg_batch)
 
 
 def note_size() -> None:

@@ -115,7 +115,7 @@ class FastLane:
             arguments = _arguments(route, given)
             if arguments is not None:
                 try:
-                    return _output(route, route.callee.serve(arguments, route.known))
+                    return _output(route, route.callee.serve(arguments, known=route.known))
                 except StateChanged:
                     self._routes.pop(kind, None)  # Dynamo may have another graph for them
                     break

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import _torch, costs
+from . import _dynamo_call, _torch, costs
 from .attention import KernelChoice
 from .attention.op import differentiable
 from .batch_inputs import dense
@@ -124,6 +124,7 @@ class CompiledTower:
         positions = [i for i, role in enumerate(roles) if role == Role.STATE and i not in numbers]
         traced = [bound.placeholders[i].meta["val"] for i in positions]
         self._states = States(positions, traced, example_inputs, self._forget_state)
+        self._gather: Any = None  # what the parameters are reached through -> the parameters
         self.owners = Owners(example_inputs)
         self._extra = [i for i, role in enumerate(roles) if role == Role.EXTRA]
         self._elsewhere = self._state_elsewhere(positions)
@@ -145,10 +146,18 @@ class CompiledTower:
 
     # --- a call -----------------------------------------------------------------------------------------------------
 
+    def leave_out_parameters(self) -> None:
+        """Inside a compile: calls by Dynamo bring what the parameters are reached through, in place of the first of them."""
+        self._gather = _dynamo_call.leave_out(self._states.positions)
+
     def __call__(self, *args: Any) -> list[Any]:
         """Serve one call with the arguments of the Dynamo graph; results as the graph returns them."""
-        results = self.serve(args)
-        for watcher in self.watchers:
+        owner = None if self._gather is None else args[self._states.positions[0]]
+        watchers = list(self.watchers)
+        if watchers and owner is not None:
+            args, owner = tuple(self._states.filled(args, self._gather(owner))), None
+        results = self.serve(args, owner=owner)
+        for watcher in watchers:
             watcher(self, args, results)
         return results
 
@@ -157,31 +166,33 @@ class CompiledTower:
         with self._lock:
             return self._states.keep(args)
 
-    def serve(self, args: Sequence[Any], known: Known | None = None) -> list[Any]:
+    def serve(self, args: Sequence[Any], known: Known | None = None, owner: Any = None) -> list[Any]:
         """As a call of this object.
 
         Args:
             args: arguments of the graph.
             known: what the caller expects the parameters among them to be.
+            owner: what the parameters are reached through, where they are not among the arguments.
 
         Raises:
             StateChanged: they are not that.
         """
         device = self._device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return self._served(args, known)
+            return self._served(args, known, owner)
         with torch.cuda.device(device):  # kernels, events and the clock are those of the current device
-            return self._served(args, known)
+            return self._served(args, known, owner)
 
-    def _served(self, args: Sequence[Any], known: Known | None) -> list[Any]:
+    def _served(self, args: Sequence[Any], known: Known | None, owner: Any) -> list[Any]:
         grid = self.body.bound.grid
         layout = None if grid is None else tuple(map(tuple, args[grid].tolist()))  # once: a grid on a GPU is waited for
-        results = self._as_before(args, layout, known)
+        results = self._as_before(args, layout, known, owner)
         if results is not None:
             return results
-        args = list(args)
+        args = list(args) if owner is None else self._states.filled(args, self._gather(owner))
         with self._lock:
             state = self._states.number(self._states.of(args))
+            self._states.learn(owner, state)
             fits = self._states.fits(state)
         if known is not None and known.number != state:
             raise StateChanged
@@ -200,10 +211,11 @@ class CompiledTower:
             return results
         return self._operators(args) if ask.reason in _BY_OPERATORS else self._uncaptured(args, ask.layout, ask.rows)
 
-    def _as_before(self, args: Sequence[Any], layout: Layout | None, known: Known | None) -> list[Any] | None:
+    def _as_before(self, args: Sequence[Any], layout: Layout | None, known: Known | None, owner: Any) -> list[Any] | None:
         """Results of a call whose layout one replay has served before, None where anything is not as it was then.
 
-        Nothing is looked at before the replay that can be looked at while it runs: small calls wait for the host.
+        Nothing is looked at before the replay that can be looked at while it runs: small calls wait for the host. Of the
+        parameters that is all but that their memory is there.
         """
         bound = self.body.bound
         place = layout, args[bound.pixels].shape[bound.pixel_axis]
@@ -213,19 +225,33 @@ class CompiledTower:
             again = self._again.get(place)  # another thread may have had it dropped, or made anew
             if again is None:
                 return None
-            tensors = self._states.of(args) if known is None else known.tensors
-            state = self._states.number_at(tensors) if known is None else known.number
+            states, tensors = self._states, None if known is None else known.tensors
+            guess = states.guess(owner) if known is None else known.number
+            state = guess
+            if state is None:
+                tensors = states.of(args) if owner is None else self._gather(owner)
+                state = states.number_at(tensors)
             if self._again_at != self._versions or again.key[2:] != (state, _torch.numeric_state()):
                 return None
+            if guess is not None and not states.in_memory(guess):
+                return None
+            if tensors is None and (again.capture.graph is None or self.body.tail is not None):
+                held = states.held(state)  # their values are wanted now
+                if held is None:
+                    return None
+                args = states.filled(args, held)
             again.values.wait()
             try:
                 results = self._serve(again.capture, args, again.part, again.values, borrow=False)
             except Exception as error:  # once more, by way of all checks
                 log.info("replay of %d tokens: %s", again.part.bucket.tokens, error)
                 return None
-            if known is not None and self._states.number_at(tensors) != state:
-                raise StateChanged
-            if not self._states.confirms(state, tensors):
+            tensors = self._gather(owner) if tensors is None else tensors
+            if guess is not None and states.number_at(tensors) != guess:
+                if known is not None:
+                    raise StateChanged
+                return None
+            if not states.confirms(state, tensors):
                 return None
             self._captures.move_to_end(again.key)
         self.stats.record(again.record)

@@ -2,9 +2,9 @@
 with.
 
 Every parameter's address, dtype, sizes and strides are looked at in every call, so there is no change of storage that goes
-unseen; an edit in place keeps them, and the graph reads the new values. The addresses come first, as a graph must not run on
-memory that has been given back; the rest, which another tensor at the same address would have to differ in, is looked at
-while the device works, before anybody gets a result (`number_at`, `confirms`).
+unseen; an edit in place keeps them, and the graph reads the new values. On a GPU that is done while the device works, before
+anybody gets a result (`number_at`, `confirms`): what comes before a replay is that the memory which it reads is still there
+(`in_memory`), and a guess which set of parameters the call will turn out to bring (`guess`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = ["MAX_STATES", "Known", "StateChanged", "States"]
 MAX_STATES = 8
 """Most sets that are remembered: towers of one class share a graph, adapters are switched."""
 _OWNERS = 8  # parameters that stand for their tower
+_DOUBT = 32  # calls that follow a wrong guess and are served without one
 _address = Tensor.data_ptr
 
 
@@ -40,12 +41,10 @@ class Known:
     Attributes:
         number: what it is called.
         tensors: the parameters.
-        storages: their memory, which stays as long as this: a replay may begin before anything has been looked at.
     """
 
     number: int
     tensors: tuple[Tensor, ...]
-    storages: tuple[Any, ...]
 
 
 @dataclass
@@ -57,6 +56,7 @@ class _Set:
         addresses: of its tensors.
         alike: whether so many tensors are laid out as these are.
         owners: weak references to the tensors that came with it last.
+        storages: weak references to their memory, None where that is not known.
         fits: whether they are of the dtypes, sizes and devices that the pieces were compiled for.
         key: where it is remembered.
     """
@@ -65,8 +65,14 @@ class _Set:
     addresses: tuple[int, ...]
     alike: Callable[..., bool]
     owners: list[weakref.ref[Tensor]]
+    storages: list[weakref.ref[Any]] | None = None
     fits: bool = True
     key: Any = None
+
+    def held(self) -> list[Tensor] | None:
+        """Its tensors as they came last, None where one of them is no longer there."""
+        held = [ref() for ref in self.owners]
+        return None if any(tensor is None for tensor in held) else held  # type: ignore[return-value]
 
 
 class States:
@@ -93,6 +99,8 @@ class States:
         self._known: OrderedDict[Any, _Set] = OrderedDict()  # the latest comes last
         self._at: dict[tuple[int, ...], _Set] = {}  # the latest of each set of addresses
         self._numbers = itertools.count()
+        self._came_by: dict[int, int] = {}  # what the parameters were reached through -> the number that they had
+        self._doubt = 0  # calls to come in which nothing is guessed
         self._traced = self._last = _Set(-1, (), lambda *tensors: True, self._weak(example_inputs))
 
     def __len__(self) -> int:
@@ -102,10 +110,41 @@ class States:
         """The parameters among the arguments of a call."""
         return self._of(args)
 
+    def filled(self, args: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+        """The arguments of a call with its parameters among them."""
+        filled = list(args)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            filled[position] = tensor
+        return filled
+
     def keep(self, args: Sequence[Any]) -> Known:
         """The parameters of a call, for a caller who keeps them."""
         tensors = self._of(args)
-        return Known(self.number(tensors), tensors, tuple(t.untyped_storage() for t in tensors))
+        return Known(self.number(tensors), tensors)
+
+    def guess(self, owner: Any) -> int | None:
+        """The number that the parameters of an owner had in its last call; None where guesses have been wrong."""
+        if owner is None:
+            return None
+        if self._doubt:
+            self._doubt -= 1
+            return None
+        return self._came_by.get(id(owner))
+
+    def learn(self, owner: Any, number: int) -> None:
+        """The parameters of an owner have this number."""
+        if owner is None:
+            return
+        if self._came_by.get(id(owner), number) != number:
+            self._doubt = _DOUBT
+        if len(self._came_by) >= MAX_STATES:
+            self._came_by.clear()
+        self._came_by[id(owner)] = number
+
+    def in_memory(self, number: int) -> bool:
+        """Whether all of the memory that a number's parameters had is still there: a graph may read it."""
+        known = self._find(number)
+        return known.number == number and known.storages is not None and None not in [ref() for ref in known.storages]
 
     def number(self, tensors: Sequence[Tensor]) -> int:
         """The number of a call's parameters."""
@@ -137,6 +176,11 @@ class States:
         """
         return self._find(number).fits
 
+    def held(self, number: int) -> list[Tensor] | None:
+        """The parameters that came with a number last; None where one of them is no longer there."""
+        known = self._find(number)
+        return known.held() if known.number == number else None
+
     def belongs_to(self, tensors: set[int]) -> bool:
         """Whether one of the latest towers owns any tensor of these ids."""
         owners = [ref() for known in self._latest() for ref in known.owners[:_OWNERS]]
@@ -145,9 +189,9 @@ class States:
     def latest_of(self, tensors: set[int]) -> list[Tensor] | None:
         """The latest set with any tensor of these ids, in the order of the positions; None without one that is still there."""
         for known in reversed(self._latest()):
-            held = [ref() for ref in known.owners]
-            if (any(id(owner) in tensors for owner in held) or not held) and all(owner is not None for owner in held):
-                return held  # type: ignore[return-value]  # none of them is None, says the line above
+            held = known.held()
+            if held is not None and (not held or any(id(owner) in tensors for owner in held)):
+                return held
         return None
 
     def _find(self, number: int) -> _Set:
@@ -164,7 +208,8 @@ class States:
         known = self._known.get(key)
         number = next(self._numbers) if known is None else known.number
         fits = [_kind(tensor) for tensor in tensors] == self._traced_for
-        known = _Set(number, addresses, _torch.layout_check(tensors), [weakref.ref(t) for t in tensors], fits, key)
+        owners, storages = [weakref.ref(t) for t in tensors], _storages(tensors)
+        known = _Set(number, addresses, _torch.layout_check(tensors), owners, storages, fits, key)
         self._known[key] = self._at[addresses] = self._last = known
         self._known.move_to_end(key)
         while len(self._known) > MAX_STATES:
@@ -179,6 +224,14 @@ class States:
 
     def _few(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(args[position] for position in self.positions)
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[weakref.ref[Any]] | None:
+    """Weak references to the memory of tensors, each alive as long as any tensor that uses it; None for those without."""
+    try:
+        return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    except (NotImplementedError, RuntimeError):  # a tensor that has no storage of its own
+        return None
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
