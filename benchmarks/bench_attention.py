@@ -2,22 +2,21 @@
 
     python benchmarks/bench_attention.py --out results.jsonl [--layout 8x256 ...] [--head-dim 72 ...] [--rounds 30]
 
-For each layout and head size: our tile-scheduled kernel and torch's FlashAttention 2, each with bounds that fit the
-layout ("tight") and with room for 1,000 more, empty segments ("spare"); torch's also with the worst case a bucket could
-ask for, spare segments as long as the bucket ("worst"). Every result is checked against float64 before it is timed: its
-error may be at most twice that of per-segment SDPA in the same dtype. The variants of a case are replayed in turn, so
-that a change of the GPU's clock meets all of them. q, k and v are views of one fused buffer, as in a tower; they stay
-in the L2 cache between launches, as they would not in one.
+For each layout and head size: our tile-scheduled kernel, torch's FlashAttention 2, and what is installed of flash-attn and
+FlashInfer, each with bounds that fit the layout ("tight") and with room for 1,000 more, empty segments ("spare"); torch's
+also with the worst case a bucket could ask for, spare segments as long as the bucket ("worst"). Every result is checked
+against float64 before it is timed: its error may be at most twice that of per-segment SDPA in the same dtype. The variants of
+a case are replayed in turn, so that a change of the GPU's clock meets all of them. q, k and v are views of one fused buffer,
+as in a tower; they stay in the L2 cache between launches, as they would not in one.
 
 Prints medians and ratios, and appends one JSON line for each variant to --out: kernel, bounds, layout, head_dim, heads,
-dtype, unit (us), p20, p50, p80, n, error, eager_error, gpu, torch, triton, command, time.
+dtype, unit (us), p20, p50, p80, n, error, eager_error, gpu, versions, command, time.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
-import importlib.metadata
 import itertools
 import json
 import shlex
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitcg_backend.attention import KERNELS, SegmentBounds, segments
+from vitcg_backend.attention import KERNELS, SegmentBounds, kept_choices, segments
 
 LAYOUTS = {
     "8x256": [256] * 8,
@@ -39,6 +38,7 @@ LAYOUTS = {
     "8mix": [2852, 1200, 3072, 400, 3888, 1900, 784, 2352],
     "1x16384": [16384],
 }
+KERNELS_TIMED = ("triton", "torch", "flash_attn", "flashinfer")
 SPARE_SEGMENTS = 1000
 GRAPH_US = 400.0  # a graph holds launches for about this long, so that the start of a replay does not count
 
@@ -168,7 +168,8 @@ def rows_of(case: Case, variants: Sequence[Variant], times: Sequence[Sequence[fl
         "eager_error": case.eager_error,
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
+        **{name: kept_choices.version(name) for name in ("triton", "flash-attn", "flashinfer-python", "nvidia-cudnn-frontend")},
+        "cudnn": torch.backends.cudnn.version(),
         "command": shlex.join(["python", *sys.argv]),
         "time": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -186,11 +187,11 @@ def rows_of(case: Case, variants: Sequence[Variant], times: Sequence[Sequence[fl
 
 
 def show(rows: Sequence[dict[str, object]]) -> None:
-    """One line a case: medians, and how many times faster ours with spare segments is than each variant of torch's."""
+    """One line a case: medians, and how many times faster ours with spare segments is than each variant of the others."""
     median = {(row["kernel"], row["bounds"]): float(str(row["p50"])) for row in rows}
     ours = median["triton", "spare"]
     numbers = "  ".join(f"{kernel} {kind} {us:9.1f}" for (kernel, kind), us in median.items())
-    ratios = "  ".join(f"x {kind} {us / ours:5.2f}" for (kernel, kind), us in median.items() if kernel == "torch")
+    ratios = "  ".join(f"x {kernel} {kind} {us / ours:5.2f}" for (kernel, kind), us in median.items() if kernel != "triton")
     print(f"{rows[0]['layout']:>8}/{rows[0]['head_dim']:<4} {numbers}   {ratios}", flush=True)
 
 
@@ -207,12 +208,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench_attention needs a CUDA device")
     dtype = getattr(torch, args.dtype)
-    for layout, head_dim in itertools.product(args.layout, args.head_dim):
-        for kernel in ("triton", "torch"):
-            if reason := KERNELS[kernel].unusable(torch.device("cuda"), dtype, head_dim):
+    for head_dim in args.head_dim:
+        for kernel in KERNELS_TIMED:
+            reason = KERNELS[kernel].unusable(torch.device("cuda"), dtype, head_dim)
+            if reason and kernel in ("triton", "torch"):
                 raise SystemExit(reason)
+            if reason:
+                print(f"{kernel} is left out at head size {head_dim}: {reason}", flush=True)
+    for layout, head_dim in itertools.product(args.layout, args.head_dim):
+        usable = [k for k in KERNELS_TIMED if KERNELS[k].unusable(torch.device("cuda"), dtype, head_dim) is None]
         case = make_case(layout, head_dim, args.heads, dtype)
-        kinds = [("triton", "tight"), ("triton", "spare"), ("torch", "tight"), ("torch", "spare"), ("torch", "worst")]
+        kinds = [*itertools.product(usable, ("tight", "spare")), ("torch", "worst")]
         variants = [prepare(case, kernel, kind) for kernel, kind in kinds]
         rows = rows_of(case, variants, measure(variants, args.rounds))
         show(rows)

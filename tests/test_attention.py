@@ -250,7 +250,7 @@ class TestMetadata:
             KERNELS[name].metadata(cu_seqlens, SegmentBounds(rows=10, segments=4, longest=8))
         assert str(error.value) == text
 
-    @pytest.mark.parametrize("name", ["torch", "mem_efficient"])
+    @pytest.mark.parametrize("name", ["torch", "flash_attn", "flashinfer", "mem_efficient"])
     def test_kernels_that_leave_rows_unwritten_want_all_covered(self, name):
         """A layout with a padded tail is refused where the tail would stay unwritten."""
         with pytest.raises(ValueError, match=r"ends at 8, the bucket has 10 rows.*add segments that cover the padded"):
@@ -502,7 +502,7 @@ class TestChoice:
         assert choose("auto", torch.device("cpu"), torch.float32, 72).name == "sdpa"
         assert choose("sdpa", "cpu", torch.bfloat16, 13).name == "sdpa"
 
-    @pytest.mark.parametrize("name", ["triton", "torch", "mem_efficient"])
+    @pytest.mark.parametrize("name", ["triton", "torch", "flash_attn", "flashinfer", "mem_efficient"])
     def test_a_kernel_that_cannot_run_is_an_error(self, name):
         """Asked for by name, a kernel that cannot run says why and what can."""
         with pytest.raises(
@@ -512,7 +512,9 @@ class TestChoice:
 
     def test_unknown_name(self):
         """A name that no kernel has is answered with the names that there are."""
-        with pytest.raises(AttentionUnavailable, match="no such kernel, only triton, torch, mem_efficient, sdpa"):
+        with pytest.raises(
+            AttentionUnavailable, match="no such kernel, only triton, torch, flash_attn, flashinfer, mem_efficient"
+        ):
             choose("cudnn", torch.device("cpu"), torch.float32, 72)
 
     def test_nothing_is_usable(self):
@@ -535,5 +537,5 @@ class TestChoice:
 
     def test_every_kernel_is_called_by_its_name(self):
         """The keys are the kernels' names, in the order of preference."""
-        assert list(KERNELS) == ["triton", "torch", "mem_efficient", "sdpa"]
+        assert list(KERNELS) == ["triton", "torch", "flash_attn", "flashinfer", "mem_efficient", "sdpa"]
         assert all(kernel.name == name for name, kernel in KERNELS.items())

@@ -45,7 +45,7 @@ BAD_OPTIONS = {
     "budgets of another word": ({"token_budgets": "seen"}, r"such as \[256, 1024\], 'observed' or None"),
     "attention": (
         {"attention": "fa9"},
-        r"attention='fa9': expected one of 'auto', 'triton', 'torch', 'mem_efficient', 'sdpa'",
+        r"attention='fa9': expected one of 'auto', 'triton', 'torch', 'flash_attn', 'flashinfer', 'mem_efficient', 'sdpa'",
     ),
     "capture": ({"capture": "always"}, r"capture='always': expected one of 'lazy', 'warmup', 'never'"),
     "outputs": ({"outputs": None}, r"outputs=None: expected one of 'copy', 'borrow'"),

@@ -16,6 +16,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -47,6 +48,7 @@ __all__ = [
     "UnwrittenIsNan",
     "ambient_state",
     "aot_trace",
+    "cache_folder",
     "capture_stream",
     "clear_dynamic_marks",
     "compile_ordinary",
@@ -686,6 +688,13 @@ def has_global_hooks() -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
+def cache_folder() -> Path:
+    """Where torch keeps what it compiles, made if it is not there (torch/_inductor/runtime/cache_dir_utils.py, `cache_dir`)."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
 # --- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -741,6 +750,14 @@ def pool_held(pool: Any, device_index: int, warm_up: Callable[[], Any]) -> Itera
 def capture_stream(device_index: int) -> Any:
     """The one side stream of a device that everything is captured on: each stream that multiplies keeps a workspace."""
     return torch.cuda.Stream(device_index)
+
+
+def keep_busy(seconds: float) -> None:
+    """Let the current stream do nothing for at least so many seconds (torch/cuda/__init__.py, `_sleep`, which counts cycles).
+
+    Clocks of GPUs are below 2.5 GHz.
+    """
+    torch.cuda._sleep(int(seconds * 2.5e9))
 
 
 def release_workspaces() -> None:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, fx
 
 from . import _dynamo_call, _torch, batching, lowering
-from .attention import KERNELS, VarlenKernel, choose
+from .attention import choose_for
 from .counters import CallRecord, Stats, combine
 from .debug import Dump
-from .errors import AttentionUnavailable, Refused, VitcgError
+from .errors import Refused, VitcgError
 from .marking import steps_taken
 from .options import Options
 from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
-from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
+from .passes import Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
 from .runtime import CompiledTower
 
@@ -103,7 +103,9 @@ def vitcg(
     batching.note_size()
     operators = _copy(gm)
     give_tokens(operators)
-    tower = CompiledTower(body, _kernel(body, parsed), parsed, counters, operators, example_inputs)
+    calls = body.program.attention
+    choice = choose_for(parsed.attention, calls) if calls else None
+    tower = CompiledTower(body, choice, parsed, counters, operators, example_inputs)
     tower.leave_out_parameters()
     return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm))
 
@@ -131,17 +133,6 @@ def _served_by(callee: CompiledTower | _Ordinary, in_inference_mode: bool = Fals
             return callee(*args)
 
     return vitcg_graph_in_inference_mode if in_inference_mode else vitcg_graph
-
-
-def _kernel(body: CompiledBody, options: Options) -> VarlenKernel | None:
-    """The one attention kernel of a body; a head size or dtype that it cannot do makes it the next one's."""
-    if not body.program.attention:
-        return None
-    chosen = [choose(options.attention, *entry) for entry in body.program.attention]
-    for kernel in (*dict.fromkeys(chosen), *KERNELS.values()):
-        if all(kernel.unusable(*entry) is None for entry in body.program.attention):
-            return kernel
-    raise AttentionUnavailable(f"no attention kernel serves all of {body.program.attention}")
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -36,22 +36,22 @@ _MAX_VIEWS = 64
 
 def run_body(
     body: CompiledBody,
-    kernel: VarlenKernel | None,
     args: Sequence[Any],
     n: int,
     tensors: Sequence[Tensor],
     segments: dict[int, Tensor],
+    kernels: dict[int, VarlenKernel],
     bounds: dict[int, SegmentBounds],
 ) -> list[Any]:
     """Run the program of a body: pieces and attention in order.
 
     Args:
         body: the compiled graph.
-        kernel: its attention.
         args: arguments of the call (static ones in a capture).
         n: output tokens.
         tensors: metadata tensors for ``n * unit`` rows.
         segments: metadata index -> attention metadata.
+        kernels: metadata index -> the attention kernel of its segments.
         bounds: metadata index -> its bounds.
 
     Returns:
@@ -66,8 +66,7 @@ def run_body(
     functions = body.functions
     for step in program.steps:
         if isinstance(step, AttentionStep):
-            assert kernel is not None  # a program with attention has a kernel
-            slots[step.output] = kernel.forward(
+            slots[step.output] = kernels[step.segments].forward(
                 slots[step.query],
                 slots[step.key],
                 slots[step.value],
@@ -136,7 +135,6 @@ class Capture:
 
     Args:
         body: the compiled graph, every piece proved.
-        kernel: its attention.
         bucket: the size.
         args: arguments of a call: their shapes, dtypes and device. Nothing of them is kept.
         values: a layout padded to the bucket.
@@ -146,15 +144,14 @@ class Capture:
     def __init__(
         self,
         body: CompiledBody,
-        kernel: VarlenKernel | None,
         bucket: Bucket,
         args: Sequence[Any],
         values: LayoutValues,
         arena: Arena,
     ) -> None:
-        self.body, self.kernel, self.bucket, self.arena = body, kernel, bucket, arena
+        self.body, self.bucket, self.arena = body, bucket, arena
         self.serial = next(_serial)
-        self.bounds = values.bounds
+        self.kernels, self.bounds = values.kernels, values.bounds
         self.device = args[body.bound.pixels].device
         self.pool_bytes = 0  # that the capture took from the driver
         self.graph: Any = None
@@ -261,7 +258,7 @@ class Capture:
         self.batch.give(static)
         n = self.bucket.tokens
         with torch.no_grad():  # the graph of a function that is itself under `no_grad` is called in grad mode
-            return run_body(self.body, self.kernel, static, n, self.tensors, self.segments, self.bounds)
+            return run_body(self.body, static, n, self.tensors, self.segments, self.kernels, self.bounds)
 
     def record(self, args: Sequence[Any], pool: Any) -> None:
         """Warm up on a side stream, then capture into `pool`; nothing on a CPU, where `replay` calls the pieces.

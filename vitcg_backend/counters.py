@@ -56,6 +56,7 @@ class BucketStats:
         uncaptured_s: seconds of the same call on the uncaptured pieces.
         tokens: real output tokens served.
         padded_tokens: padded output tokens computed beside them.
+        attention: name of an attention kernel -> captures that run it.
     """
 
     hits: int = 0
@@ -70,6 +71,7 @@ class BucketStats:
     uncaptured_s: float = 0.0
     tokens: int = 0
     padded_tokens: int = 0
+    attention: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass

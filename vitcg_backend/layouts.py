@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from . import _torch
-from .attention import SegmentBounds, VarlenKernel
-from .bucketing import Bucket, Layout, capacity_tier, tail_grid
+from .attention import KernelChoice, SegmentBounds, VarlenKernel, tiered
+from .bucketing import Bucket, Layout, tail_grid
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .passes.program import AttentionStep
@@ -32,7 +32,6 @@ from .sizes import Sizes
 
 __all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit", "grid_tensor"]
 
-_LONGEST_TIERS = (64, 256, 1024, 8192)
 _MAX_LAYOUTS = 512
 MAX_BYTES = 256 << 20
 """Cap of the metadata kept for layouts: a call of 16384 tokens has a few MiB of it."""
@@ -53,6 +52,7 @@ class LayoutValues:
     Attributes:
         tensors: results of the prologue, in its order.
         segments: metadata index of a cu_seqlens -> what the attention kernel reads, int32.
+        kernels: metadata index of a cu_seqlens -> the attention kernel of its segments, which `segments` was made for.
         bounds: metadata index of a cu_seqlens -> the static bounds that `segments` was made for.
         num_segments: most segments among them that belong to the call, the padded tail left out.
         ready: event recorded after they were computed (CUDA).
@@ -65,6 +65,7 @@ class LayoutValues:
 
     tensors: tuple[Tensor, ...]
     segments: dict[int, Tensor]
+    kernels: dict[int, VarlenKernel]
     bounds: dict[int, SegmentBounds]
     num_segments: int
     ready: Any = None
@@ -73,6 +74,11 @@ class LayoutValues:
     serial: int = field(default_factory=itertools.count().__next__)
     unchecked: tuple[tuple[Tensor, ...], dict[int, list[int]]] | None = None
     misfit: Misfit | None = None
+
+    @property
+    def launches(self) -> tuple[tuple[int, str, SegmentBounds], ...]:
+        """All that decides how attention is launched: values with equal ones may use one capture."""
+        return tuple((index, kernel.name, self.bounds[index]) for index, kernel in self.kernels.items())
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +118,7 @@ class LayoutCache:
 
     Args:
         body: the compiled graph.
-        kernel: its attention, None for a graph without attention.
+        choice: of its attention kernels, None for a graph without attention.
         max_bytes: cap of the tensors; the latest values are kept in any case.
 
     Attributes:
@@ -123,16 +129,16 @@ class LayoutCache:
         other_sizes: those that the metadata depends on besides the grid and the rows.
     """
 
-    def __init__(self, body: CompiledBody, kernel: VarlenKernel | None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, body: CompiledBody, choice: KernelChoice | None, max_bytes: int = MAX_BYTES) -> None:
         self.body = body
-        self.kernel = kernel
+        self.choice = choice
         self.max_bytes, self.num_bytes, self.version = max_bytes, 0, 0
         self.segment_rows = {s.segments: s.rows for s in body.program.steps if isinstance(s, AttentionStep)}  # rows per n
         self.items = [i for i, node in enumerate(body.bound.placeholders) if node.meta["role"] == Role.ITEMS]
         self.sizes = Sizes(body.bound)
         self.other_sizes = [i for i in self.sizes.others if i in body.hoisted.prologue_inputs]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
-        self._shared: dict[Bucket, list[dict[int, SegmentBounds]]] = {}
+        self._shared: dict[Bucket | None, list[tuple[dict[int, VarlenKernel], dict[int, SegmentBounds]]]] = {}
         self._host, self._quick = body.host_prologue, body.quick_prologue
         self._host_agrees: bool | None = None  # with the prologue on the device; not yet looked at
         self._traced: _Traced | None = None
@@ -147,14 +153,15 @@ class LayoutCache:
         self._shared.clear()
         self.num_bytes = 0
 
-    def share(self, bucket: Bucket, bounds: dict[int, SegmentBounds]) -> None:
-        """Give layouts that fit into `bounds`, those of a capture, these bounds from now on: they need no other capture.
+    def share(self, bucket: Bucket, kernels: dict[int, VarlenKernel], bounds: dict[int, SegmentBounds]) -> None:
+        """Give layouts that fit into `bounds`, those of a capture, these bounds and its kernels from now on: they need no
+        other capture.
 
         Nothing where larger bounds cost time (`VarlenKernel.needs_longest`).
         """
-        if self.kernel is None or self.kernel.needs_longest:
+        if not kernels or any(kernel.needs_longest for kernel in kernels.values()):
             return
-        self._shared.setdefault(bucket, []).append(bounds)
+        self._shared.setdefault(bucket, []).append((kernels, bounds))
         self._drop(lambda key: key[3] == bucket)
 
     def _drop(self, chosen: Callable[[Any], bool]) -> None:
@@ -163,7 +170,14 @@ class LayoutCache:
             self.num_bytes -= self._values.pop(key).num_bytes
 
     def get(
-        self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, *, keep: bool = True
+        self,
+        args: Sequence[Any],
+        layout: Layout | None,
+        rows: int,
+        bucket: Bucket | None,
+        *,
+        keep: bool = True,
+        measure: bool = False,
     ) -> LayoutValues:
         """Values of a layout for a bucket, or for its exact rows with ``bucket=None``.
 
@@ -173,20 +187,21 @@ class LayoutCache:
             rows: its rows.
             bucket: what they are padded to.
             keep: False when the values depend on more than the layout: then they are computed for this call alone.
+            measure: attention kernels may be timed for them (`KernelChoice.at`).
 
         Raises:
             Misfit: the padded layout is not safe.
             Exception: whatever the tower's own metadata functions raise for a bad grid.
         """
         if not keep or self.body.hoisted.reads_state:
-            return self._compute(args, layout, rows, bucket)
+            return self._compute(args, layout, rows, bucket, measure)
         items = tuple(tuple(args[i].tolist()) for i in self.items)
         if any(len(i) != len(layout or ()) for i in items):
-            return self._compute(args, layout, rows, bucket)
+            return self._compute(args, layout, rows, bucket, measure)
         key = (layout, items, rows, bucket, *[args[i] for i in self.other_sizes])
         values = self._values.get(key)
         if values is None:
-            values = self._compute(args, layout, rows, bucket)
+            values = self._compute(args, layout, rows, bucket, measure)
             self._values[key] = values
             self.num_bytes += values.num_bytes
             while len(self._values) > 1 and (len(self._values) > _MAX_LAYOUTS or self.num_bytes > self.max_bytes):
@@ -229,7 +244,9 @@ class LayoutCache:
                     self._drop(lambda key: True)
                 raise
 
-    def _compute(self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None) -> LayoutValues:
+    def _compute(
+        self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, measure: bool
+    ) -> LayoutValues:
         unit = self.body.bound.symbols.unit
         total = rows if bucket is None else bucket.patches
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
@@ -238,7 +255,7 @@ class LayoutCache:
             quick = bucket is not None and self._quick is not None
             tensors = self._prologue(args, layout, tail, total, quick=quick)
             lists = self._boundaries(args, tensors, total)
-            values = self._with_segments(tensors, lists, rows, bucket)
+            values = self._with_segments(tensors, lists, rows, bucket, measure)
             if total == rows and not quick:
                 values.boundaries = lists
             else:
@@ -348,29 +365,33 @@ class LayoutCache:
                 raise Misfit("metadata_differs", f"metadata {name} of {rows} real rows depends on the padding")
 
     def _with_segments(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, bucket: Bucket | None
+        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, bucket: Bucket | None, measure: bool
     ) -> LayoutValues:
         bounds, most = {}, 0
         for index, cu in lists.items():
             real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
             most = max(most, sum(end <= real for end in cu[1:]))
             bounds[index] = SegmentBounds(cu[-1], len(cu) - 1, max((b - a for a, b in itertools.pairwise(cu)), default=0))
-        if self.kernel is None:  # no attention, no segments
-            return LayoutValues(tensors, {}, {}, most)
-        if bucket is not None:
-            bounds = self._bounds_for(bucket, bounds, self.kernel)
+        if self.choice is None:  # no attention, no segments
+            return LayoutValues(tensors, {}, {}, {}, most)
+        kernels, bounds = self._served_by(bucket, bounds, self.choice, measure)
         segments = {
-            index: self.kernel.metadata(cu, bounds[index]).to(tensors[index].device, non_blocking=True)
+            index: kernels[index].metadata(cu, bounds[index]).to(tensors[index].device, non_blocking=True)
             for index, cu in lists.items()
         }
-        return LayoutValues(tensors, segments, bounds, most)
+        return LayoutValues(tensors, segments, kernels, bounds, most)
 
-    def _bounds_for(self, bucket: Bucket, exact: dict[int, SegmentBounds], kernel: VarlenKernel) -> dict[int, SegmentBounds]:
-        """The static bounds that a layout is captured with: those of a shared capture where it fits, else tiers."""
-        for shared in self._shared.get(bucket, ()):
+    def _served_by(
+        self, bucket: Bucket | None, exact: dict[int, SegmentBounds], choice: KernelChoice, measure: bool
+    ) -> tuple[dict[int, VarlenKernel], dict[int, SegmentBounds]]:
+        """Kernels and static bounds of a layout: those of a shared capture where it fits, else in a bucket tiers."""
+        for kernels, shared in self._shared.get(bucket, ()):
             if all(shared[index].admit(bounds) for index, bounds in exact.items()):
-                return shared
-        return {index: _tiered(bounds, kernel) for index, bounds in exact.items()}
+                return kernels, shared
+        kernels = {index: choice.at(index, bounds, measure=measure) for index, bounds in exact.items()}
+        if bucket is None:
+            return kernels, exact
+        return kernels, {index: tiered(bounds, kernels[index]) for index, bounds in exact.items()}
 
 
 @dataclass(frozen=True)
@@ -414,13 +435,3 @@ def _tail_like(layout: Layout, tail: Layout) -> Layout:
     if columns == 3 and any(frames > 1 for frames, _, _ in layout):
         return tail
     return tuple((1, h, w)[3 - columns :] for frames, h, w in tail for _ in range(frames))  # type: ignore[misc]
-
-
-def _tiered(exact: SegmentBounds, kernel: VarlenKernel) -> SegmentBounds:
-    """Few bounds for many layouts: each distinct one is a capture."""
-    if kernel.needs_longest:
-        longest = min(capacity_tier(exact.longest), exact.rows)
-        return SegmentBounds(exact.rows, min(capacity_tier(exact.segments), exact.rows), longest)
-    longest = next((t for t in _LONGEST_TIERS if t >= exact.longest), exact.rows)
-    segments = max(capacity_tier(exact.segments), capacity_tier(exact.rows // 64))
-    return SegmentBounds(exact.rows, min(segments, exact.rows), min(longest, exact.rows))

@@ -14,7 +14,7 @@ from .errors import OptionError
 
 __all__ = ["Options"]
 
-ATTENTION = ("auto", "triton", "torch", "mem_efficient", "sdpa")
+ATTENTION = ("auto", "triton", "torch", "flash_attn", "flashinfer", "mem_efficient", "sdpa")
 CAPTURE = ("lazy", "warmup", "never")
 OUTPUTS = ("copy", "borrow")
 INNER = ("inductor", "eager")
@@ -32,7 +32,8 @@ class Options:
         max_frames: most attention segments (frames, windows) of one replay, in the same way; ``None`` = no bound.
         min_tokens: calls with fewer output tokens run uncaptured; ``"auto"`` = each bucket is timed at its first use beside
             the uncaptured pieces, and the faster one serves.
-        attention: kernel of the packed attention; ``auto`` = the first usable of triton, torch, mem_efficient, sdpa.
+        attention: kernel of the packed attention; ``auto`` = on a GPU the fastest of those that can run there, measured once
+            for each size and kept on disk, elsewhere ``sdpa``.
         capture: ``lazy`` = a bucket is captured at its first use; ``warmup`` = only by `vitcg_backend.warmup`; ``never`` =
             always the uncaptured pieces.
         memory_limit_mib: cap in MiB of the static buffers and graph pools of one tower; ``None`` = no cap. Over it the

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from . import _dynamo_call, _torch, costs
-from .attention import VarlenKernel
+from .attention import KernelChoice
 from .attention.op import differentiable
 from .batch_inputs import dense
 from .bucketing import Layout
@@ -99,7 +99,7 @@ class CompiledTower:
 
     Args:
         body: the compiled graph.
-        kernel: attention of the body, None without attention.
+        choice: of the body's attention kernels, None without attention.
         options: the user's options.
         stats: counters to keep.
         operators: the lowered graph as Dynamo made it, no number in it made a constant.
@@ -109,13 +109,13 @@ class CompiledTower:
     def __init__(
         self,
         body: CompiledBody,
-        kernel: VarlenKernel | None,
+        choice: KernelChoice | None,
         options: Options,
         stats: Stats,
         operators: Callable[..., Any],
         example_inputs: Sequence[Any],
     ) -> None:
-        self.body, self.kernel, self.options, self.stats = body, kernel, options, stats
+        self.body, self.choice, self.options, self.stats = body, choice, options, stats
         self._lowered = operators
         bound = body.bound
         self._device: torch.device = bound.placeholders[bound.pixels].meta["val"].device
@@ -132,7 +132,7 @@ class CompiledTower:
         self._again_at: tuple[int, ...] = ()  # `_versions` when it was
         self._version = 0  # goes up whenever captures or refusals change
         limit = options.memory_limit_mib
-        self._layouts = LayoutCache(body, kernel, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
+        self._layouts = LayoutCache(body, choice, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self.parts = Parts(body, self._layouts)
         self._example = ExampleCall(body, self.parts, positions, example_inputs)
         self.planner = Planner(options, bound.symbols.unit, self.parts.possible(), tokens_of_image(body), self._fits)
@@ -302,7 +302,7 @@ class CompiledTower:
             return "capture_never"
         if self._elsewhere is not None:
             return "state_elsewhere"
-        if self.kernel is not None and not self.kernel.capturable and self._device.type == "cuda":
+        if self.choice is not None and not self.choice.capturable and self._device.type == "cuda":
             return "attention_not_capturable"
         return None
 
@@ -366,7 +366,9 @@ class CompiledTower:
     def _replay(self, args: Sequence[Any], part: Part, state: int, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
         """One replay. With `borrow` the results are views of the static outputs."""
         try:
-            values = self._layouts.get(args, part.layout, part.rows, part.bucket)
+            # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
+            measure = self.planner.may_capture
+            values = self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure)
         except Misfit as misfit:
             return None, misfit.reason
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
@@ -374,7 +376,7 @@ class CompiledTower:
             return None, "invalid_grid"
         if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
             return None, "over_max_frames"
-        key = (part.bucket, tuple(values.bounds.items()), state, _torch.numeric_state())
+        key = (part.bucket, values.launches, state, _torch.numeric_state())
         if key in self._refused:
             return None, self._refused[key]
         capture = self._captures.get(key)
@@ -453,7 +455,7 @@ class CompiledTower:
         n = rows // bound.symbols.unit
         try:
             with torch.no_grad():
-                results = run_body(self.body, self.kernel, arguments, n, values.tensors, values.segments, values.bounds)
+                results = run_body(self.body, arguments, n, values.tensors, values.segments, values.kernels, values.bounds)
                 return results if self.body.tail is None else self.body.tail(n, args, results, values.tensors)
         except Exception as error:  # a compiled piece or a kernel fails where the operators may not
             log.warning("vitcg runs a call of %d tokens by operators: %s: %s", n, type(error).__name__, error)
@@ -478,7 +480,7 @@ class CompiledTower:
             return None, self._refuse(key, "over_memory_limit", text)
         start = time.perf_counter()
         try:
-            capture = Capture(self.body, self.kernel, part.bucket, args, values, self._arena)
+            capture = Capture(self.body, part.bucket, args, values, self._arena)
             capture.write(args, values, part.rows)
             capture.record(args, self._graph_pool())
             results, check_s = self._first_results(capture, args, part, borrow)
@@ -555,6 +557,7 @@ class CompiledTower:
         again = any(k[:2] == key[:2] for k in self._captures)
         self._captures[key] = capture
         bucket.captures += 1
+        bucket.attention.update({kernel.name for kernel in capture.kernels.values()})
         bucket.capture_s += seconds
         bucket.self_check_s += check_s
         bucket.static_bytes = capture.static_bytes
@@ -562,7 +565,7 @@ class CompiledTower:
         self.stats.captures += 1
         self.stats.recaptures += again
         if self.planner.warms:  # what comes later is to be served by what is captured now
-            self._layouts.share(key[0], capture.bounds)
+            self._layouts.share(key[0], capture.kernels, capture.bounds)
         limit = self.options.memory_limit_mib
         while len(self._captures) > 1 and (len(self._captures) > _MAX_CAPTURES or self._over(limit)):
             self._captures.popitem(last=False)

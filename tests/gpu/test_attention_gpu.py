@@ -2,11 +2,24 @@
 
 import contextlib
 import itertools
+import json
+from typing import ClassVar
 
 import pytest
 import torch
 
-from vitcg_backend.attention import KERNELS, SegmentBounds, choose, segments, tile_scheduled
+from vitcg_backend.attention import (
+    KERNELS,
+    AttentionShape,
+    SegmentBounds,
+    choose,
+    choose_for,
+    flashinfer_cudnn,
+    measured,
+    segments,
+    tile_scheduled,
+)
+from vitcg_backend.attention.measured import MeasuredChoice
 from vitcg_backend.attention.op import VARLEN_ATTENTION
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +72,7 @@ def usable(name, dtype, dim, *, capturable=False):
         pytest.skip(f"{name} cannot be captured")
     reason = kernel.unusable(torch.device("cuda"), dtype, dim)
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(f"{name}: {reason}")
     return kernel
 
 
@@ -83,7 +96,7 @@ def no_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture(params=["triton", "triton, full launch", "torch", "mem_efficient", "sdpa"])
+@pytest.fixture(params=["triton", "triton, full launch", "torch", "flash_attn", "flashinfer", "mem_efficient", "sdpa"])
 def name(request, monkeypatch):
     """Each kernel; ours also in the configuration for a launch that fills the GPU, in spite of a test's few heads."""
     kernel, _, full = request.param.partition(", ")
@@ -261,18 +274,45 @@ def test_forward_does_not_wait_for_the_device(name):
     within_budget(out, q, k, v, lengths)
 
 
-def test_no_copy_of_the_inputs():
-    """Reading views of a fused buffer allocates the output and nothing else of its size."""
-    for name in ("triton", "torch"):
-        kernel = usable(name, torch.bfloat16, 72)
-        q, k, v = packed([4096], heads=16)
-        bounds = bounds_of([4096])
-        metadata = kernel.metadata([0, 4096], bounds).cuda()
-        kernel.forward(q, k, v, metadata, bounds, 72**-0.5)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = kernel.forward(q, k, v, metadata, bounds, 72**-0.5)
-        assert torch.cuda.max_memory_allocated() - before < 2 * out.nbytes, name
+@pytest.mark.parametrize("name", ["triton", "torch", "flash_attn", "flashinfer"])
+def test_no_copy_of_the_inputs(name):
+    """Reading views of a fused buffer allocates the output and nothing else of its size, but for cuDNN's workspace."""
+    kernel = usable(name, torch.bfloat16, 72)
+    q, k, v = packed([4096], heads=16)
+    bounds = bounds_of([4096])
+    metadata = kernel.metadata([0, 4096], bounds).cuda()
+    kernel.forward(q, k, v, metadata, bounds, 72**-0.5)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = kernel.forward(q, k, v, metadata, bounds, 72**-0.5)
+    workspace = flashinfer_cudnn._WORKSPACE if name == "flashinfer" else 0
+    assert torch.cuda.max_memory_allocated() - before < 2 * out.nbytes + workspace
+
+
+SEGMENTS = {
+    "padded rows are a segment": [300, 64, 148],
+    "empty segments": [0, 40, 0, 0, 65, 0],
+    "one long beside many short": [3] * 60 + [2000] + [2] * 80,
+    "last rows": [1, 63, 64, 65, 127, 128, 129, 191, 193],
+}
+
+
+@pytest.mark.parametrize("layout", SEGMENTS)
+@pytest.mark.parametrize("dim", [64, 72, 80, 128])
+def test_every_row_is_written_by_its_own_segment(name, layout, dim):
+    """Whatever unwritten memory holds, each row is attention over its own segment, the last of each segment by itself too."""
+    kernel = usable(name, torch.bfloat16, dim)
+    lengths = SEGMENTS[layout]
+    q, k, v = packed(lengths, dim=dim)
+    exact, last = reference(q, k, v, lengths), [end - 1 for end in prefix_sums(lengths)[1:]]
+    eager = segments.attention_by_segment(q, k, v, torch.tensor(prefix_sums(lengths)), None)
+    for spare in (0, 100):
+        for _ in range(2):  # the first run may allocate other memory, for what it compiles or plans
+            torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+            out = run(kernel, q, k, v, lengths, bounds_of(lengths, spare=spare))
+        within_budget(out, q, k, v, lengths)
+        worst = (eager - exact).norm(dim=-1).max()
+        assert ((out - exact)[last].norm(dim=-1) <= 4 * worst).all()
 
 
 def test_auto_prefers_the_tile_scheduled_kernel():
@@ -281,6 +321,46 @@ def test_auto_prefers_the_tile_scheduled_kernel():
     assert choose("auto", "cuda", torch.bfloat16, 72).name == "triton"
     assert choose("auto", "cuda", torch.bfloat16, 160).name == "torch"
     assert choose("auto", "cuda", torch.float64, 72).name == "sdpa"
+
+
+class TestMeasured:
+    """`auto` by measurement."""
+
+    SHAPES: ClassVar = {0: [AttentionShape(torch.device("cuda"), torch.bfloat16, 16, 16, 72, 72)]}
+    BOUNDS: ClassVar = [(256, 1, 256), (2048, 8, 256), (4096, 64, 64), (6272, 8, 784), (16384, 1, 16384)]
+
+    def test_every_usable_kernel_is_right_and_timed(self, tmp_path):
+        """Each usable kernel passes the comparison in each class, the fastest is chosen, and kept for the next process."""
+        auto = choose_for("auto", self.SHAPES)
+        assert isinstance(auto, MeasuredChoice)
+        names = [n for n, kernel in auto.kernels.items() if kernel.unusable(torch.device("cuda"), torch.bfloat16, 72) is None]
+        chosen = MeasuredChoice(list(auto.kernels.values()), self.SHAPES, tmp_path)
+        found = {bounds: chosen.at(0, SegmentBounds(*bounds), measure=True).name for bounds in self.BOUNDS}
+        (file,) = tmp_path.iterdir()
+        kept = json.loads(file.read_text())["choices"]
+        assert [list(choice["us"]) for choice in kept.values()] == [names] * len(self.BOUNDS)
+        for choice in kept.values():
+            best = min(choice["us"].values())
+            assert choice["us"][choice["kernel"]] <= best + max(measured.MARGIN * best, measured.LEAST_GAIN * 1e6) + 0.01
+        again = MeasuredChoice(list(auto.kernels.values()), self.SHAPES, tmp_path)
+        assert {bounds: again.at(0, SegmentBounds(*bounds), measure=False).name for bounds in self.BOUNDS} == found
+
+    def test_times_are_those_of_the_device(self):
+        """A launch that the device has done long before the host is ready for the next is not timed as the host."""
+        shape = self.SHAPES[0][0]
+        seconds = measured._times([KERNELS["torch"]], shape, SegmentBounds(256, 1, 256))["torch"]
+        assert seconds < 50e-6
+
+    def test_nothing_is_measured_during_a_capture(self, tmp_path):
+        """While the stream is captured the first kernel serves."""
+        auto = choose_for("auto", self.SHAPES)
+        chosen = MeasuredChoice(list(auto.kernels.values()), self.SHAPES, tmp_path)
+        x = torch.zeros(1, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            x += 1
+            assert chosen.at(0, SegmentBounds(256, 1, 256), measure=True) is chosen.default
+        assert not list(tmp_path.iterdir())
 
 
 class TestOperator:

@@ -13,6 +13,7 @@ import torch
 
 import vitcg_backend
 from vitcg_backend import backend, runtime, testing
+from vitcg_backend.attention import KERNELS
 
 pytestmark = pytest.mark.gpu
 
@@ -52,9 +53,12 @@ def test_calls_are_served_by_cuda_graphs(name: str, inner: str) -> None:
     assert all(c.graph is not None for c in captures(tower))
 
 
-@pytest.mark.parametrize("attention", ["triton", "torch"])
+@pytest.mark.parametrize("attention", ["triton", "torch", "flash_attn", "flashinfer", "auto"])
 def test_attention_kernels(attention: str) -> None:
-    """Each capturable kernel serves the three towers."""
+    """Each capturable kernel serves the three towers, and so does what is measured to be the fastest."""
+    reason = None if attention == "auto" else KERNELS[attention].unusable(torch.device("cuda"), torch.bfloat16, 16)
+    if reason is not None:
+        pytest.skip(f"{attention}: {reason}")
     for name in TOWERS:
         tower, compiled = compiled_tower(name, attention=attention)
         for layout in (*LAYOUTS, *LAYOUTS):

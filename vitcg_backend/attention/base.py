@@ -11,12 +11,20 @@ import abc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["SegmentBounds", "VarlenKernel", "check_tensors", "checked_cu_seqlens", "padded_cu_seqlens"]
+__all__ = [
+    "AttentionShape",
+    "KernelChoice",
+    "SegmentBounds",
+    "VarlenKernel",
+    "check_tensors",
+    "checked_cu_seqlens",
+    "padded_cu_seqlens",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,35 @@ class SegmentBounds:
         return self.rows == other.rows and self.segments >= other.segments and self.longest >= other.longest
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What is fixed of an attention call, whatever its rows: q has `heads` heads, k and v have `kv_heads`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+class KernelChoice(Protocol):
+    """Which kernel serves which segments of a tower: one for all (each `VarlenKernel` is that), or by their bounds."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether what is chosen may run inside a CUDA graph capture."""
+
+    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool) -> VarlenKernel:
+        """The kernel of one cu_seqlens of the tower.
+
+        Args:
+            segments: its index among the metadata.
+            bounds: exact bounds of one layout.
+            measure: whether candidates may be timed on the device for an answer that is not known yet.
+        """
+
+
 class VarlenKernel(abc.ABC):
     """Non-causal attention over packed segments. Implementations are stateless.
 
@@ -59,6 +96,10 @@ class VarlenKernel(abc.ABC):
     @abc.abstractmethod
     def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot run there, in words, or None when it can."""
+
+    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool) -> VarlenKernel:
+        """Itself, for all segments and bounds: see `KernelChoice.at`."""
+        return self
 
     @abc.abstractmethod
     def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:

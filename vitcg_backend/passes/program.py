@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..attention import AttentionShape
 from .graph import Symbols
 
 __all__ = ["AttentionStep", "PieceStep", "Program", "UniquePiece"]
@@ -74,7 +75,7 @@ class Program:
         num_slots: size of the slot table.
         outputs: for each result of the call: ("slot", s), ("argument", position), ("metadata", index) or ("constant", value).
         output_values: the fake of each result, None for constants.
-        head_dims: distinct (query dtype, head dim, device) of the attention calls.
+        attention: index of a cu_seqlens -> the distinct attention calls over its segments.
     """
 
     symbols: Symbols
@@ -85,7 +86,7 @@ class Program:
     num_slots: int = 0
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     output_values: list[Any] = field(default_factory=list)
-    attention: list[tuple[torch.device, torch.dtype, int]] = field(default_factory=list)
+    attention: dict[int, list[AttentionShape]] = field(default_factory=dict)
 
     @property
     def views(self) -> dict[int, int]:

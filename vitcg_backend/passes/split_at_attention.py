@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..attention import AttentionShape
 from ..attention import op as _op  # noqa: F401  registers the operator
 from .graph import Ineligible, Role, Symbols, is_size, rows_of, source_line, token_axes
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
@@ -141,14 +142,17 @@ class _Splitter:
             raise Ineligible("segments", f"{node.format_node()}: its cu_seqlens is not computed from the grid")
         if any(token_axes(factor.meta["val"], self.symbols) != [0] for factor in (query, key, value)):
             raise Ineligible("unproved", f"{node.format_node()} attends over something else than tokens ({source_line(node)})")
-        fake = query.meta["val"]
-        entry = (fake.device, fake.dtype, int(fake.shape[-1]))
-        if entry not in self.program.attention:
-            self.program.attention.append(entry)
+        fake, keys, values = (factor.meta["val"] for factor in (query, key, value))
         scale = float(scale) if scale is not None else float(fake.shape[-1]) ** -0.5
         slots = (self._slot(query), self._slot(key), self._slot(value))
         rows = rows_of(fake, 0, self.symbols)
-        return AttentionStep(*slots, self._segments(segments, rows), rows, scale, self._slot(node), free)
+        index = self._segments(segments, rows)
+        sizes = (fake.shape[1], keys.shape[1], fake.shape[2], values.shape[2])
+        shape = AttentionShape(fake.device, fake.dtype, *map(int, sizes))
+        calls = self.program.attention.setdefault(index, [])
+        if shape not in calls:
+            calls.append(shape)
+        return AttentionStep(*slots, index, rows, scale, self._slot(node), free)
 
     def _segments(self, node: fx.Node, rows: int) -> int:
         """Index of a cu_seqlens, which belongs to one number of rows: a tower may merge rows half way."""

@@ -1,0 +1,232 @@
+"""``attention="auto"`` on a GPU: the candidates are timed once for each kind and size of segments, and the fastest serves.
+
+::
+
+    bounds of a layout ─▶ size class, known? ─▶ that kernel (in this process, or from the file of `kept_choices`)
+                       └▶ each candidate: run once, compared with SDPA ─▶ timed in turns ─▶ the fastest, kept
+
+A class is what stays of exact bounds when rows, segments and the longest one are rounded up to powers of two. What is timed
+has the bounds of the layout that came first: one segment that is the longest, the others even.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _torch
+from .base import AttentionShape, SegmentBounds, VarlenKernel
+from .kept_choices import KeptChoices, environment
+from .tiers import tiered
+
+__all__ = ["MeasuredChoice", "agrees", "even_segments", "seconds", "size_class"]
+
+MARGIN, LEAST_GAIN = 0.1, 2e-6
+"""Another kernel than the first has to be faster by this share, and by so many seconds: several kernels in a tower are several
+captures of a bucket, more so of kernels that want close bounds."""
+
+_ROUNDS = 3
+_LAUNCHES = 2  # of a round: the second reads inputs that the first has left in the cache, as the next layer's does
+_HOPELESS = 1.5  # a candidate that takes so many times the best of a round is not run again
+
+
+class MeasuredChoice:
+    """The fastest of several kernels for each size class. See `KernelChoice`.
+
+    Args:
+        kernels: candidates that may be captured, the first of them usable; it serves whatever cannot be measured.
+        shapes: index of a cu_seqlens -> the attention calls over its segments.
+        folder: see `KeptChoices`.
+    """
+
+    def __init__(
+        self,
+        kernels: Sequence[VarlenKernel],
+        shapes: Mapping[int, Sequence[AttentionShape]],
+        folder: Path | None = None,
+    ) -> None:
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+        self.default = kernels[0]
+        self.shapes = shapes
+        self._folder = folder
+        self._kept: KeptChoices | None = None
+        self._chosen: dict[str, str] = {}
+        self._usable: list[VarlenKernel] | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """All candidates are."""
+        return self.default.capturable
+
+    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool) -> VarlenKernel:
+        """As `KernelChoice.at`; it waits for the device where it measures."""
+        shapes = self.shapes[segments]
+        device = shapes[0].device
+        if self._kept is None:
+            self._kept = KeptChoices(environment(device), self._folder)
+            known = self._kept.read()
+            self._chosen = {key: name for key, name in known.items() if name in self.kernels}
+        key = size_class(shapes, bounds)
+        if key in self._chosen and self._can_serve(self.kernels[self._chosen[key]]):
+            return self.kernels[self._chosen[key]]
+        if not measure or bounds.rows == 0 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self.default
+        if self._usable is None:  # asked for here and not before: it imports packages
+            self._usable = [kernel for kernel in self.kernels.values() if self._can_serve(kernel)]
+        times = self._measured(shapes, bounds) if len(self._usable) > 1 else {}
+        self._chosen[key] = _fastest(times, self.default.name)
+        if times:
+            _torch.log.info("attention of %s: %s, of %s", key, self._chosen[key], times)
+            self._kept.add(key, self._chosen[key], times)
+        return self.kernels[self._chosen[key]]
+
+    def _can_serve(self, kernel: VarlenKernel) -> bool:
+        """Whether a kernel takes every attention call of the tower."""
+        calls = [shape for shapes in self.shapes.values() for shape in shapes]
+        return all(kernel.unusable(call.device, call.dtype, call.head_dim) is None for call in calls)
+
+    def _measured(self, shapes: Sequence[AttentionShape], bounds: SegmentBounds) -> dict[str, float]:
+        """Seconds of each usable kernel whose results are right; nothing where the device has no room for that."""
+        assert self._usable is not None  # `at` has asked
+        total: dict[str, float] = {kernel.name: 0.0 for kernel in self._usable}
+        try:
+            with torch.inference_mode(False), torch.no_grad(), _on(shapes[0].device):
+                for shape in shapes:
+                    times = _times([self.kernels[name] for name in total], shape, bounds)
+                    total = {name: total[name] + seconds for name, seconds in times.items()}
+        except Exception as error:  # out of memory, say
+            _torch.log.info("attention kernels were not measured at %s: %s: %s", bounds, type(error).__name__, error)
+            return {}
+        return total
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels, events and the clock are those of the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _fastest(seconds: Mapping[str, float], default: str) -> str:
+    if not seconds:
+        return default
+    best = min(seconds, key=lambda name: seconds[name])
+    near = seconds[best] + max(MARGIN * seconds[best], LEAST_GAIN)
+    return default if default in seconds and seconds[default] <= near else best
+
+
+def size_class(shapes: Sequence[AttentionShape], bounds: SegmentBounds) -> str:
+    """The key of a choice: the attention calls, and the bounds rounded up to powers of two."""
+    calls = "; ".join(f"heads {s.heads}/{s.kv_heads} of {s.head_dim}/{s.value_dim}, {s.dtype}" for s in shapes)
+    rows, segments, longest = (1 << max(x - 1, 0).bit_length() for x in (bounds.rows, bounds.segments, bounds.longest))
+    return f"{calls}, {rows} rows, {segments} segments, longest {longest}"
+
+
+def even_segments(bounds: SegmentBounds) -> list[int]:
+    """Lengths of ``bounds.segments`` segments that have these bounds: the longest first, the others differ by at most one."""
+    others, rows = bounds.segments - 1, bounds.rows - bounds.longest
+    if others <= 0:
+        return [bounds.rows]
+    each, more = divmod(rows, others)
+    return [bounds.longest] + [each + 1] * more + [each] * (others - more)
+
+
+def _times(kernels: Sequence[VarlenKernel], shape: AttentionShape, exact: SegmentBounds) -> dict[str, float]:
+    """Seconds of one launch of each of `kernels` whose result is right, on inputs of one shape."""
+    lengths = even_segments(exact)
+    q, k, v = _inputs(shape, exact.rows)
+    scale = shape.head_dim**-0.5
+    expected = _by_sdpa(q, k, v, lengths, scale)
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for kernel in kernels:
+        try:
+            run = _prepared(kernel, q, k, v, lengths, tiered(exact, kernel), scale)
+            torch.full_like(expected, math.nan)  # what it leaves unwritten is not what was right there before
+            if agrees(run(), expected):
+                runs[kernel.name] = run
+            else:
+                _torch.log.warning("attention %r is not used at %s: its results are not those of SDPA", kernel.name, exact)
+        except Exception as error:  # a device or a version that `unusable` does not know of
+            _torch.log.info("attention %r does not run at %s: %s: %s", kernel.name, exact, type(error).__name__, error)
+    return dict(zip(runs, seconds(list(runs.values()), shape.device), strict=True))
+
+
+def _prepared(
+    kernel: VarlenKernel, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], bounds: SegmentBounds, scale: float
+) -> Callable[[], Tensor]:
+    metadata = kernel.metadata(list(itertools.accumulate(lengths, initial=0)), bounds).to(q.device)
+    return lambda: kernel.forward(q, k, v, metadata, bounds, scale)
+
+
+def _inputs(shape: AttentionShape, rows: int) -> list[Tensor]:
+    """Random q, k and v, the same each time, as parts of one product: the generators of the caller are left alone."""
+    generator = torch.Generator(shape.device).manual_seed(0)
+    widths = [shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.value_dim]
+    fused = torch.randn(rows, sum(widths), generator=generator, device=shape.device, dtype=shape.dtype)
+    dims = (shape.head_dim, shape.head_dim, shape.value_dim)
+    return [x.unflatten(1, (-1, dim)) for x, dim in zip(fused.split(widths, dim=1), dims, strict=True)]
+
+
+def _by_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """The result by `scaled_dot_product_attention`, segments of one length at once."""
+    parts, start = [], 0
+    for length, group in itertools.groupby(lengths):
+        count = len(list(group))
+        if length:
+            rows = slice(start, start + count * length)
+            q_, k_, v_ = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q_, k_, v_, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+            start += count * length
+    return torch.cat(parts)
+
+
+def agrees(result: Tensor, expected: Tensor) -> bool:
+    """Whether each head of each row is the same up to rounding: within 8 steps of the dtype, relative to its own norm.
+
+    Two kernels round weights and results once each and differ by less than one such step; a row of another segment, or one
+    that was not written, differs by its own norm.
+    """
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return False
+    error, norm = ((x.float()).norm(dim=-1) for x in (result - expected, expected))
+    return bool((error <= 8 * torch.finfo(expected.dtype).eps * norm).all())
+
+
+def seconds(runs: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
+    """The least time of each of `runs` on the device, in turns; what is far behind after the first round is run no more."""
+    best = [math.inf] * len(runs)
+    for number in range(_ROUNDS):
+        order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
+        limit = _HOPELESS * min(best, default=math.inf)
+        for index in order:
+            if best[index] <= limit:
+                best[index] = min(best[index], _once(runs[index], device))
+    return best
+
+
+def _once(run: Callable[[], Tensor], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = time.perf_counter()
+    run()
+    host = time.perf_counter() - start
+    torch.cuda.current_stream().synchronize()
+    # The device waits until all launches are in its queue: in a graph, too, the host's time does not count.
+    _torch.keep_busy(2 * _LAUNCHES * host)
+    begin.record()
+    for _ in range(_LAUNCHES):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3 / _LAUNCHES
