@@ -71,6 +71,7 @@ __all__ = [
     "is_marked",
     "is_resumed",
     "is_traceable_wrapper_subclass",
+    "keep_busy",
     "layout_check",
     "leaves_traces",
     "mark_batch",
@@ -954,6 +955,11 @@ def end_failed_capture(graph: Any, pool: Any, stream: Any) -> None:
         healthy.capture_begin(capture_error_mode="thread_local")
         scratch.add_(1)
         healthy.capture_end()
+
+
+def keep_busy(seconds: float) -> None:
+    """Let the current stream wait for at least about so long; it counts cycles (torch/cuda/__init__.py, `_sleep`)."""
+    torch.cuda._sleep(int(seconds * 2e9))
 
 
 def raw_stream(device: torch.device) -> int:
