@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import aten_pieces
+from graphs import aten_pieces, dynamo_graph
 from test_align_products import products as library_products
 from test_align_products import run, wide
 from torch import Tensor, fx
 
+from vitcg_backend import _torch, passes
+from vitcg_backend.debug import Dump
+from vitcg_backend.options import Options
 from vitcg_backend.passes.graph import Symbols
 from vitcg_backend.passes.measure_products import measure_products, products_of
 from vitcg_backend.products import PRODUCT, Product
@@ -160,3 +164,21 @@ def test_other_devices_are_left_alone() -> None:
     before = list(piece.graph.nodes)
     assert measure_products(piece, symbols=symbols) is piece
     assert list(piece.graph.nodes) == before
+
+
+def test_a_body_knows_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their rows at each size, under the default; with ``matmul="torch"`` and in eager pieces there are none."""
+    monkeypatch.setattr(passes, "measure_products", functools.partial(measure_products, unusable=lambda device: None))
+    monkeypatch.setattr(_torch, "compile_piece", lambda gm, mode: gm.forward)
+    cache = passes.PieceCache()
+
+    def sizes(**options: Any) -> list[tuple[int, int, int]]:
+        graph = dynamo_graph(mlp())
+        body = passes.compile_body(graph, (), options=Options.parse(options), cache=cache, dump=Dump(None))
+        assert body.refusal is None
+        return [(product.rows, product.outputs, product.inputs) for product in body.products_at(6)]
+
+    assert sizes() == [(6, 264, 256), (6, 256, 264)]
+    assert sizes(matmul="torch") == []
+    assert sizes(inner="eager") == []
+    assert cache.compiled == 3
