@@ -128,6 +128,11 @@ def _apart(m: Any, x: Tensor, g: Tensor) -> Tensor:
     return F.linear(x.to(HALF).repeat(1, 32), w[:, ::2], b)
 
 
+def _rows_apart(m: Any, x: Tensor, g: Tensor) -> Tensor:
+    w, b = wide(m, 256, 256, HALF)
+    return F.linear(x.to(HALF).repeat(1, 64)[:, ::2], w, b)
+
+
 def _relu(m: Any, x: Tensor, g: Tensor) -> Tensor:
     w, b = wide(m, 256, 256, HALF)
     return aten._addmm_activation(b, x.to(HALF).repeat(1, 32), w.t())
@@ -142,6 +147,7 @@ LEFT_ALONE = {
     "a bias for each row": _added_rows,
     "scaled": _scaled,
     "weights apart": _apart,
+    "rows apart": _rows_apart,
     "another activation": _relu,
 }
 
