@@ -158,6 +158,7 @@ def test_captures_of_a_tower(monkeypatch: pytest.MonkeyPatch, own_pieces: None) 
     monkeypatch.setattr(products, "CHOICES", Choices(fake))
     monkeypatch.setattr(op, "launch", counted)
     for matmul, captured in (("auto", True), ("auto", False), ("torch", True)):
+        torch._dynamo.reset()
         tower = testing.published_tower("qwen3_vl", depth=1)  # a new one, whose counters begin at zero
         asked.clear()
         launched.clear()
