@@ -70,6 +70,7 @@ __all__ = [
     "is_marked",
     "is_resumed",
     "is_traceable_wrapper_subclass",
+    "keep_busy",
     "layout_check",
     "leaves_traces",
     "mark_batch",

@@ -15,6 +15,7 @@ from .errors import OptionError
 __all__ = ["Options"]
 
 ATTENTION = ("auto", "triton", "torch", "flash_attn", "flashinfer", "mem_efficient", "sdpa")
+MATMUL = ("auto", "torch")
 CAPTURE = ("lazy", "warmup", "never")
 OUTPUTS = ("copy", "borrow")
 INNER = ("inductor", "eager")
@@ -34,6 +35,8 @@ class Options:
             the uncaptured pieces, and the faster one serves.
         attention: kernel of the packed attention; ``auto`` = on a GPU the fastest of those that can run there, measured once
             for each size and kept on disk, elsewhere ``sdpa``.
+        matmul: kernels of the matrix products of a capture; ``auto`` = for each product the faster of torch's and ours, timed
+            once in a process for each of its sizes; ``torch`` = torch's.
         capture: ``lazy`` = a bucket is captured at its first use; ``warmup`` = only by `vitcg_backend.warmup`; ``never`` =
             always the uncaptured pieces.
         memory_limit_mib: cap in MiB of the static buffers and graph pools of one tower; ``None`` = no cap. Over it the
@@ -52,6 +55,7 @@ class Options:
     max_frames: int | None = None
     min_tokens: int | str = "auto"
     attention: str = "auto"
+    matmul: str = "auto"
     capture: str = "lazy"
     memory_limit_mib: int | None = None
     outputs: str = "copy"
@@ -140,6 +144,7 @@ _VALIDATE = {
     "max_frames": _positive_or_none,
     "min_tokens": _positive_or_auto,
     "attention": _one_of(*ATTENTION),
+    "matmul": _one_of(*MATMUL),
     "capture": _one_of(*CAPTURE),
     "memory_limit_mib": _positive_or_none,
     "outputs": _one_of(*OUTPUTS),

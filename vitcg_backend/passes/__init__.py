@@ -8,7 +8,7 @@ rewrites, Inductor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -17,12 +17,14 @@ from torch import Tensor, fx
 from .. import _torch
 from ..debug import Dump
 from ..options import Options
+from ..products import Product
 from .align_products import align_products
 from .bind_tokens import Bound, bind_tokens, give_tokens
 from .cut_tail import Tail, cut_tail
 from .gelu_epilogue import gelu_epilogue
 from .graph import Ineligible
 from .hoist_metadata import Hoisted, hoist_metadata
+from .measure_products import measure_products, products_of
 from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
 from .prologue_by_frame import prologue_by_frame
@@ -38,7 +40,10 @@ TORCH_REWRITES = (gelu_epilogue,)
 """Rewrites of a piece before it is traced to ATen, where an activation is still one operation."""
 
 ATEN_REWRITES = (patch_conv_to_matmul, align_products)
-"""Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them."""
+"""Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them.
+
+With ``matmul="auto"`` `measure_products` is the last.
+"""
 
 MAX_PIECES = 512
 """Most pieces kept for towers to come; a tower holds its own in any case."""
@@ -56,6 +61,7 @@ class CompiledPiece:
         refusal: why it refused.
         limits: what tracing and Inductor assumed about n, such as sizes that fit 32-bit indices, as (symbol, expressions).
         gm: the piece, whose constants its key knows by their addresses: none of these is free as long as the key is kept.
+        products: its products whose kernels may be chosen, see `products_of`.
     """
 
     function: PieceFunction
@@ -63,6 +69,7 @@ class CompiledPiece:
     refusal: Ineligible | None
     limits: tuple[sympy.Symbol, list[sympy.Basic]]
     gm: fx.GraphModule
+    products: list[tuple[int, Product]]
 
 
 @dataclass
@@ -89,6 +96,7 @@ class CompiledBody:
         limits: what the trace and the compiled pieces assume about n, see `CompiledPiece`.
         decisions: the part of them that the traces of proved pieces decided by, see `Proof`.
         checks: what the tower checks of a call's values before all else, None without any.
+        products: the pieces' products whose kernels may be chosen, with their rows for each n.
     """
 
     hoisted: Hoisted
@@ -102,6 +110,7 @@ class CompiledBody:
     limits: list[tuple[sympy.Symbol, list[sympy.Basic]]]
     decisions: list[tuple[sympy.Symbol, list[sympy.Basic]]] = field(default_factory=list)
     checks: Checks | None = None
+    products: list[tuple[int, Product]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._allowed: dict[int, bool] = {}
@@ -114,6 +123,10 @@ class CompiledBody:
     def may_be_padded(self, n: int) -> bool:
         """Whether a call of `n` tokens takes the branches that the pieces were traced along, as its bucket does."""
         return _all_true(self.decisions, n, self._padded)
+
+    def products_at(self, n: int) -> list[Product]:
+        """The products of a run of `n` tokens."""
+        return [replace(product, rows=rows * n) for rows, product in self.products]
 
     def check(self, args: Sequence[Any]) -> None:
         """Make the tower's own checks of a call's values; raises what they raise in eager."""
@@ -160,13 +173,14 @@ def compile_body(
     if tail is not None:
         dump("tail", tail.gm)
     program = split_at_attention(hoisted)
-    functions, gathers, limits, decisions = [], set(), [], []
+    functions, gathers, limits, decisions, products = [], set(), [], [], []
     refusal = prove_prologue(hoisted)
     for number, piece in enumerate(program.pieces):
         dump(f"piece{number}_used_{piece.uses}_times", piece.gm)
         compiled = _compile_piece(piece, program, number, options=options, cache=cache, dump=dump)
         functions.append(compiled.function)
         limits.append(compiled.limits)
+        products += compiled.products
         decisions.append((compiled.limits[0], compiled.proof.decisions if compiled.proof else []))
         refusal = refusal or compiled.refusal
         for gather in compiled.proof.gathers if compiled.proof else []:
@@ -182,7 +196,9 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, on_host, quick, program, tail, functions, checked, refusal, limits, decisions, checks)
+    return CompiledBody(
+        hoisted, on_host, quick, program, tail, functions, checked, refusal, limits, decisions, checks, products
+    )
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:
@@ -201,7 +217,7 @@ def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | 
 def _compile_piece(
     piece: UniquePiece, program: Program, number: int, *, options: Options, cache: PieceCache, dump: Dump
 ) -> CompiledPiece:
-    key = (piece.key, options.inner, _torch.ambient_state())
+    key = (piece.key, options.inner, options.matmul, _torch.ambient_state())
     if key in cache.pieces:
         return cache.pieces[key]
     symbols = program.symbols
@@ -220,12 +236,16 @@ def _compile_piece(
         dump(f"piece{number}_refused", str(error))
     for rewrite in ATEN_REWRITES if compiled else ():
         aten = rewrite(aten)
+    if compiled and options.matmul == "auto":
+        aten = measure_products(aten, symbols=symbols)
+    products = products_of(aten, symbols)
     dump(f"piece{number}_aten", aten)
     function = _torch.compile_piece(aten, symbols.mode) if compiled else _run_eager(piece.gm)
     cache.compiled += 1
     if len(cache.pieces) >= MAX_PIECES:
         cache.pieces.pop(next(iter(cache.pieces)))
-    cache.pieces[key] = CompiledPiece(function, proof, refusal, (symbols.symbol, symbols.guards()), piece.gm)
+    limits = (symbols.symbol, symbols.guards())
+    cache.pieces[key] = CompiledPiece(function, proof, refusal, limits, piece.gm, products)
     return cache.pieces[key]
 
 

@@ -1,0 +1,346 @@
+"""Products: the operator, the kernel against float64 (in Triton's interpreter), and the choice, by clocks of the tests' own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitcg_backend.products import PRODUCT, Product, choice, measure, op, triton_product
+from vitcg_backend.products.choice import MARGIN, Choices, faster
+from vitcg_backend.products.triton_product import TILES, Tile, promising, reads
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CPU = torch.device("cpu")
+SMALL = Product(40, 72, 96, torch.bfloat16, biased=True, gelu=False)
+
+
+def matrices(product: Product, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Seeded rows, weight and bias of a product."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w, b = (
+        torch.randn(shape, generator=generator).to(product.dtype)
+        for shape in ((product.rows, product.inputs), (product.outputs, product.inputs), (product.outputs,))
+    )
+    return x, w * product.inputs**-0.5, b if product.biased else None
+
+
+def exactly(x: Tensor, w: Tensor, b: Tensor | None, gelu: bool) -> Tensor:
+    """The product in float64."""
+    result = F.linear(x.double(), w.double(), None if b is None else b.double())
+    return F.gelu(result, approximate="tanh") if gelu else result
+
+
+# --- the operator ---
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("gelu", [True, False])
+def test_operator_on_a_cpu(biased: bool, gelu: bool) -> None:
+    """It is the linear layer, with a tanh-GELU where one is asked for, and its fake knows the shape."""
+    x, w, b = matrices(Product(5, 16, 24, torch.float32, biased, gelu))
+    torch.testing.assert_close(PRODUCT(x, w, b, gelu).double(), exactly(x, w, b, gelu), rtol=1e-4, atol=1e-5)
+    torch.library.opcheck(PRODUCT, (x, w, b, gelu), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_using_ends() -> None:
+    """What a thread runs is as before after `using`, also after an error, and no other thread's."""
+    elsewhere: list[Any] = []
+
+    def fails() -> None:
+        with op.using({SMALL: TILES[0]}):
+            with op.using({}):
+                assert op._chosen.tiles == {}
+            assert op._chosen.tiles == {SMALL: TILES[0]}
+            thread = threading.Thread(target=lambda: elsewhere.append(op._chosen.tiles))
+            thread.start()
+            thread.join()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert op._chosen.tiles is None
+    assert elsewhere == [None]
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
+    """The tiles that are launched from now on; nothing is computed."""
+    tiles: list[Tile] = []
+
+    def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Any, gelu: bool, out: Tensor) -> None:
+        tiles.append(tile)
+
+    monkeypatch.setattr(op, "launch", launch)
+    return tiles
+
+
+def test_who_runs_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours only inside of `using`, for the sizes that it was chosen for, and for matrices that it can read; else torch's."""
+    tiles = launched(monkeypatch)
+    x, w, b = matrices(SMALL)
+    exact = exactly(x, w, b, False)
+
+    def by_torch(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
+        before = len(tiles)
+        result = op._cuda(x, w, b, False)
+        assert result.shape == (x.shape[0], w.shape[0])
+        return len(tiles) == before and torch.allclose(result.double(), exact[: x.shape[0]], rtol=2e-2, atol=2e-2)
+
+    assert by_torch(x, w, b)
+    with op.using({SMALL: TILES[1]}):
+        assert not by_torch(x, w, b)
+        assert tiles == [TILES[1]]
+        assert by_torch(x[:39], w, b)  # other sizes
+        shifted = torch.empty(SMALL.outputs + 1, dtype=SMALL.dtype)[1:].copy_(b)
+        assert by_torch(x, w, shifted)  # an address that is no multiple of 16 bytes
+    assert by_torch(x, w, b)
+
+
+def test_what_the_kernel_reads() -> None:
+    """Rows that begin at multiples of 16 bytes, one after the other, and results whose rows do."""
+    x, w, b = matrices(SMALL)
+    assert reads(x, w, b)
+    assert reads(x, w, None)
+    assert reads(torch.empty(40, 104, dtype=x.dtype)[:, :96], w, b)  # rows may lie apart
+    assert not reads(torch.empty(40, 100, dtype=x.dtype)[:, :96], w, b)
+    assert not reads(x.t().contiguous().t(), w, b)
+    assert not reads(x, torch.empty(72 * 96 + 1, dtype=x.dtype)[1:].view(72, 96), b)
+    assert not reads(x, w[:71], b)
+    assert not reads(x, w, b[:1].expand(72))
+    assert not reads(x[:0], w, b)
+
+
+# --- the choice ---
+
+
+def test_the_faster_by_a_margin() -> None:
+    """Ours runs where it is the fastest and by the margin; torch's where it is not, or where nothing was measured."""
+    clear, close = 1 - 2 * MARGIN, 1 - MARGIN / 2
+    assert faster({None: 1.0, TILES[0]: 1.1, TILES[1]: clear}) == TILES[1]
+    assert faster({None: 1.0, TILES[0]: clear - 0.1, TILES[1]: clear}) == TILES[0]
+    assert faster({None: 1.0, TILES[0]: close}) is None
+    assert faster({None: 1.0}) is None
+    assert faster({}) is None
+
+
+def test_products_are_measured_once() -> None:
+    """Each product of each device once in all, those for torch's kernel too; what comes back is ours alone."""
+    asked: list[tuple[torch.device, Product]] = []
+    large = Product(4000, 72, 96, torch.bfloat16, biased=True, gelu=False)
+
+    def fake(product: Product, device: torch.device) -> dict[Tile | None, float]:
+        asked.append((device, product))
+        return {None: 1.0, TILES[2]: 0.5 if product == SMALL else 2.0}
+
+    choices = Choices(fake)
+    assert choices.settle([SMALL, large, SMALL], CPU) == {SMALL: TILES[2]}
+    assert choices.settle([large], CPU) == {}
+    assert choices.settle([SMALL], CPU) == {SMALL: TILES[2]}
+    assert asked == [(CPU, SMALL), (CPU, large)]
+    choices.settle([SMALL], torch.device("meta"))
+    assert len(asked) == 3
+
+
+def test_without_room_it_is_measured_another_time() -> None:
+    """Out of memory: torch's kernel for now."""
+    rooms = iter([False, True])
+
+    def fake(product: Product, device: torch.device) -> dict[Tile | None, float]:
+        if not next(rooms):
+            raise torch.OutOfMemoryError("no room")
+        return {None: 1.0, TILES[0]: 0.5}
+
+    choices = Choices(fake)
+    assert choices.settle([SMALL], CPU) == {}
+    assert choices.settle([SMALL], CPU) == {SMALL: TILES[0]}
+
+
+def test_deterministic_algorithms_are_not_chosen_by_a_clock() -> None:
+    """Where the user wants them, torch's kernels run, also for what was chosen before."""
+    choices = Choices(lambda product, device: {None: 1.0, TILES[0]: 0.5})
+    assert choices.settle([SMALL], CPU)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choices.settle([SMALL], CPU) == {}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_promising_tiles() -> None:
+    """Two are tried: small ones for few rows, those that fill the machine once, the largest for many."""
+    assert TILES[3] in promising(256, 1152, 132)
+    assert promising(1664, 1152, 132)[0] == TILES[1]
+    assert TILES[0] in promising(8192, 4304, 132)
+    assert len(promising(1, 1, 132)) == 2
+
+
+# --- what is measured ---
+
+
+def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A tile whose result is wrong anywhere, or that does not run, is left out with a warning; the right one is timed."""
+
+    def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
+        if tile == TILES[3]:
+            raise RuntimeError("no such tile")
+        out.copy_(F.linear(x, weight, bias))
+        if tile == TILES[0]:
+            out[-1, -1] += 1.0
+        if tile == TILES[1]:
+            out[3:] = float("nan")
+
+    monkeypatch.setattr(measure, "launch", launch)
+    with caplog.at_level("WARNING", logger="vitcg_backend"):
+        times = measure.measure(SMALL, CPU, tiles=TILES, clock=lambda runs: [float(len(runs))] * len(runs))
+    assert times == {None: 2.0, TILES[2]: 2.0}
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        f"vitcg does not run {SMALL} in {TILES[0]}: its result is not that of torch",
+        f"vitcg does not run {SMALL} in {TILES[1]}: its result is not that of torch",
+        f"vitcg does not run {SMALL} in {TILES[3]}: RuntimeError: no such tile",
+    ]
+
+
+def test_the_clock_gets_each_candidates_own_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of a launch's number: each runs its own kernel, on weights in turn."""
+    seen: list[tuple[Tile, int]] = []
+
+    def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
+        seen.append((tile, weight.data_ptr()))
+        out.copy_(F.linear(x, weight, bias))
+
+    def clock(runs: Any) -> list[float]:
+        seen.clear()
+        for run in runs:
+            run(0)
+            run(1)
+        return [0.0] * len(runs)
+
+    monkeypatch.setattr(measure, "launch", launch)
+    measure.measure(SMALL, CPU, tiles=TILES[:2], clock=clock)
+    assert [tile for tile, _ in seen] == [TILES[0], TILES[0], TILES[1], TILES[1]]
+    assert len({address for _, address in seen}) == 2
+
+
+def test_what_is_too_large_is_not_measured() -> None:
+    """It would take memory, and cuBLAS is at its best there."""
+    assert measure.measure(Product(measure.MOST, 256, 256, torch.bfloat16, False, False), CPU, tiles=TILES) == {}
+
+
+def test_the_global_random_numbers_stay() -> None:
+    """Measuring draws from a generator of its own."""
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    measure.measure(SMALL, CPU, tiles=(), clock=lambda runs: [0.0])
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_agrees_and_more_does_not(dtype: torch.dtype) -> None:
+    """Two roundings of the same sums agree; another element, row or formula does not, nor what is not finite."""
+    x, w, b = matrices(Product(64, 128, 512, dtype, True, False))
+    exact = exactly(x, w, b, False)
+    result = exact.to(dtype)
+    up = torch.where(exact > 0, exact * (1 + torch.finfo(dtype).eps / 2), exact).to(dtype)
+    assert not torch.equal(up, result)
+    assert measure.agrees(up, result)
+    for spoil in (lambda y: y[5, 7].add_(1), lambda y: y[-1].mul_(1.5), lambda y: y[0, 0].fill_(float("inf"))):
+        other = result.clone()
+        spoil(other)
+        assert not measure.agrees(other, result)
+    assert not measure.agrees(F.gelu(result), F.gelu(result).relu())
+
+
+def test_the_process_keeps_its_choices() -> None:
+    """One object for all captures, with the device's own clock."""
+    assert isinstance(choice.CHOICES, Choices)
+    assert choice.CHOICES._measure is measure.measure
+
+
+# --- the kernel ---
+
+
+class TestKernel:
+    """The device code, which Triton's interpreter runs on a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def interpreter(self) -> None:
+        """Only where it runs; and skip where the installed Triton's does not run with the installed NumPy."""
+        if not INTERPRETED:
+            pytest.skip("needs TRITON_INTERPRET=1: run by test_kernel_in_the_interpreter")
+        import numpy as np
+        import triton
+
+        x, w, _ = matrices(SMALL)
+        try:
+            triton_product.launch(TILES[3], x, w, None, False, torch.empty(40, 72, dtype=x.dtype))
+        except triton.runtime.errors.InterpreterError as error:
+            if not isinstance(error.__cause__, TypeError):
+                raise
+            pytest.skip(f"the interpreter of triton {triton.__version__} does not run with numpy {np.__version__}")
+
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    @pytest.mark.parametrize(("biased", "gelu"), [(True, True), (True, False), (False, False), (False, True)])
+    def test_error(self, tile: Tile, biased: bool, gelu: bool) -> None:
+        """Sizes that are no multiples of a tile's, several tiles each way: rounded once from float32, and all is written."""
+        x, w, b = matrices(Product(2 * tile.block_m + 3, tile.block_n + 40, 2 * tile.block_k + 8, torch.float16, biased, gelu))
+        memory = torch.full((x.shape[0] + 2, w.shape[0]), float("nan"), dtype=x.dtype)
+        out = memory[1:-1]
+        triton_product.launch(tile, x, w, b, gelu, out)
+        exact = exactly(x, w, b, gelu)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+        assert measure.agrees(out, exact.to(x.dtype))
+        assert memory[0].isnan().all()
+        assert memory[-1].isnan().all()
+
+    def test_many_groups_of_rows(self) -> None:
+        """More rows of tiles than a group has, and a last group that is not full: each tile is computed once."""
+        tile = TILES[3]
+        x, w, b = matrices(Product(19 * tile.block_m + 1, 3 * tile.block_n, 64, torch.float16, True, False))
+        out = torch.full((x.shape[0], w.shape[0]), float("nan"), dtype=x.dtype)
+        triton_product.launch(tile, x, w, b, False, out)
+        torch.testing.assert_close(out.double(), exactly(x, w, b, False), rtol=1e-3, atol=1e-3)
+
+    def test_large_numbers(self) -> None:
+        """The activation of what is far from zero is the number itself, or zero: nothing overflows."""
+        x = torch.tensor([[-30000.0], [-100.0], [0.0], [100.0], [30000.0]]).expand(5, 32).half()
+        w = torch.zeros(8, 32, dtype=torch.float16)
+        w[:, 0] = 1
+        out = torch.empty(5, 8, dtype=torch.float16)
+        triton_product.launch(TILES[3], x.contiguous(), w, None, True, out)
+        assert out[:, 0].tolist() == [0.0, 0.0, 0.0, 100.0, 30000.0]
+
+    def test_rows_that_lie_apart(self) -> None:
+        """Rows are read by their stride."""
+        x, w, b = matrices(Product(40, 72, 96, torch.float16, True, False))  # the interpreter multiplies no bfloat16
+        apart = torch.full((40, 104), float("nan"), dtype=x.dtype)
+        apart[:, :96] = x
+        out = torch.empty(40, 72, dtype=x.dtype)
+        assert reads(apart[:, :96], w, b)
+        triton_product.launch(TILES[1], apart[:, :96], w, b, False, out)
+        assert measure.agrees(out, exactly(x, w, b, False).to(x.dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: its interpreter cannot run")
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernel_in_the_interpreter() -> None:
+    """The Triton kernel passes `TestKernel` in Triton's interpreter."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    env.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rs", "-p", "no:cacheprovider", "-o", "addopts="]
+    # The interpreter computes with NumPy, which warns of overflow; some releases of it use what NumPy deprecates.
+    command += ["-W", "ignore::RuntimeWarning", "-W", "ignore::DeprecationWarning", f"{__file__}::TestKernel"]
+    child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
+    assert child.returncode == 0, child.stdout + child.stderr
+    if " passed" not in child.stdout:
+        pytest.skip(next(line for line in child.stdout.splitlines() if line.startswith("SKIPPED")))
