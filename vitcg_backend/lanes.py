@@ -1,7 +1,7 @@
 """Calls of a compiled tower that go round Dynamo: ``lane = fast_lane(tower)``, then ``lane(pixel_values, grid_thw=grid)``.
 
-Dynamo looks at every module of a tower and gathers every parameter of it in each call, which takes several times as long as
-all else that the host does for a replay. The user of a lane promises that the tower's modules stay as they are. What can
+Dynamo looks at a tower's modules and at much else in each call, which takes longer than all else that the host does for a
+replay, several times as long where it cannot pass over whole layers (before Python 3.12). The user of a lane promises that the tower's modules stay as they are. What can
 still change from call to call is looked at: shapes and dtypes of the arguments, modes, addresses and layouts of the parameters.
 
 ::
@@ -67,7 +67,7 @@ class _Route:
         template: its arguments: parameters and buffers as they are, None for what each call brings.
         leaves: (position of an argument, which leaf of the call's arguments it is).
         sizes: what Dynamo has decided by the sizes of those.
-        known: its parameters. Their memory is kept: it must not go while a replay that finds them changed still runs.
+        known: its parameters.
         results: which result of the graph each leaf of the output is, None for `constants`.
         constants: leaves of the output that are the same in each call.
         spec: structure of the output.

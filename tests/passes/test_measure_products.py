@@ -173,7 +173,7 @@ def test_other_devices_are_left_alone() -> None:
 
 
 def test_a_body_knows_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their rows at each size, under the default; with ``matmul="torch"`` and in eager pieces there are none."""
+    """With their rows at each size under ``matmul="auto"``; by default and in eager pieces there are none."""
     monkeypatch.setattr(passes, "measure_products", functools.partial(measure_products, unusable=lambda device: None))
     monkeypatch.setattr(_torch, "compile_piece", lambda gm, mode: gm.forward)
     cache = passes.PieceCache()
@@ -184,7 +184,7 @@ def test_a_body_knows_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert body.refusal is None
         return [(product.rows, product.outputs, product.inputs) for product in body.products_at(6)]
 
-    assert sizes() == [(6, 264, 256), (6, 256, 264)]
-    assert sizes(matmul="torch") == []
-    assert sizes(inner="eager") == []
+    assert sizes(matmul="auto") == [(6, 264, 256), (6, 256, 264)]
+    assert sizes() == []
+    assert sizes(matmul="auto", inner="eager") == []
     assert cache.compiled == 3
