@@ -33,12 +33,12 @@ def _nothing(tower: nn.Module) -> None:
 
 
 def _in_place(tower: nn.Module) -> None:
-    tower.blocks[0].mlp.linear_fc1.weight.mul_(1.5)
+    tower.blocks[0].mlp.linear_fc1.weight.mul_(1.1)
 
 
 def _data(tower: nn.Module) -> None:
     for p in tower.parameters():
-        p.data = p.data * 1.25
+        p.data = p.data * 1.05
 
 
 def _transposed(tower: nn.Module) -> None:
@@ -46,17 +46,17 @@ def _transposed(tower: nn.Module) -> None:
 
 
 def _new_parameter(tower: nn.Module) -> None:
-    tower.blocks[0].norm1.weight = nn.Parameter(tower.blocks[0].norm1.weight.detach() * 3)
+    tower.blocks[0].norm1.weight = nn.Parameter(tower.blocks[0].norm1.weight.detach() * 1.2)
 
 
 def _new_block(tower: nn.Module) -> None:
     block = copy.deepcopy(tower.blocks[0])
-    block.attn.qkv.weight.mul_(0.5)
+    block.attn.qkv.weight.mul_(0.9)
     tower.blocks[0] = block
 
 
 def _assigned(tower: nn.Module) -> None:
-    tower.load_state_dict({k: v * 0.75 for k, v in tower.state_dict().items()}, assign=True)
+    tower.load_state_dict({k: v * 0.95 for k, v in tower.state_dict().items()}, assign=True)
 
 
 def _there_and_back(tower: nn.Module) -> None:

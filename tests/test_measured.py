@@ -89,6 +89,26 @@ class TestChoice:
         clock.update(a=5e-6, b=5e-6 - 0.9 * measured.LEAST_GAIN)
         assert at(choice(tmp_path / "short")) == "a"
 
+    def test_close_bounds_have_to_be_worth_it(self, clock, tmp_path):
+        """A kernel that wants close bounds has to be faster by more where the first does not; not where the first does, too."""
+        for name, first, worth in (("wide", False, 1 + measured.CLOSE_MARGIN), ("close", True, 1 + measured.MARGIN)):
+            for factor, expected in ((0.99, "a"), (1.01, "b")):
+                chosen = choice(tmp_path / f"{name}{factor}")
+                chosen.kernels["a"].needs_longest, chosen.kernels["b"].needs_longest = first, True
+                clock["b"] = clock["a"] / (worth * factor)
+                assert at(chosen) == expected
+
+    def test_shared_captures_take_the_first(self, clock, tmp_path):
+        """What other layouts are to use is captured in a kernel for wide bounds, whatever is faster, and nothing is measured."""
+        clock["b"] = clock["a"] / 10
+        chosen = choice(tmp_path)
+        assert chosen.at(0, BOUNDS, measure=True, shared=True).name == "a"
+        assert clock.asked == 0
+        assert at(chosen) == "b"
+        assert chosen.at(0, BOUNDS, measure=True, shared=True).name == "a"
+        chosen.default.needs_longest = True
+        assert chosen.at(0, BOUNDS, measure=True, shared=True).name == "b"
+
     def test_nothing_is_measured_where_it_must_not_be(self, clock, tmp_path):
         """Without leave to measure the first kernel serves, what was measured before excepted; nothing is kept."""
         chosen = choice(tmp_path)

@@ -1,8 +1,9 @@
 """Calls of a compiled tower that go round Dynamo: ``lane = fast_lane(tower)``, then ``lane(pixel_values, grid_thw=grid)``.
 
 Dynamo looks at a tower's modules and at much else in each call, which takes longer than all else that the host does for a
-replay, several times as long where it cannot pass over whole layers (before Python 3.12). The user of a lane promises that the tower's modules stay as they are. What can
-still change from call to call is looked at: shapes and dtypes of the arguments, modes, addresses and layouts of the parameters.
+replay, several times as long where it cannot pass over whole layers (before Python 3.12). The user of a lane promises that the
+tower's modules stay as they are. What can still change from call to call is looked at: shapes and dtypes of the arguments,
+modes, addresses and layouts of the parameters.
 
 ::
 

@@ -178,6 +178,7 @@ class LayoutCache:
         *,
         keep: bool = True,
         measure: bool = False,
+        shared: bool = False,
     ) -> LayoutValues:
         """Values of a layout for a bucket, or for its exact rows with ``bucket=None``.
 
@@ -188,20 +189,21 @@ class LayoutCache:
             bucket: what they are padded to.
             keep: False when the values depend on more than the layout: then they are computed for this call alone.
             measure: attention kernels may be timed for them (`KernelChoice.at`).
+            shared: other layouts are to use their capture (`share`).
 
         Raises:
             Misfit: the padded layout is not safe.
             Exception: whatever the tower's own metadata functions raise for a bad grid.
         """
         if not keep or self.body.hoisted.reads_state:
-            return self._compute(args, layout, rows, bucket, measure)
+            return self._compute(args, layout, rows, bucket, measure, shared)
         items = tuple(tuple(args[i].tolist()) for i in self.items)
         if any(len(i) != len(layout or ()) for i in items):
-            return self._compute(args, layout, rows, bucket, measure)
+            return self._compute(args, layout, rows, bucket, measure, shared)
         key = (layout, items, rows, bucket, *[args[i] for i in self.other_sizes])
         values = self._values.get(key)
         if values is None:
-            values = self._compute(args, layout, rows, bucket, measure)
+            values = self._compute(args, layout, rows, bucket, measure, shared)
             self._values[key] = values
             self.num_bytes += values.num_bytes
             while len(self._values) > 1 and (len(self._values) > _MAX_LAYOUTS or self.num_bytes > self.max_bytes):
@@ -245,7 +247,7 @@ class LayoutCache:
                 raise
 
     def _compute(
-        self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, measure: bool
+        self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, measure: bool, shared: bool
     ) -> LayoutValues:
         unit = self.body.bound.symbols.unit
         total = rows if bucket is None else bucket.patches
@@ -255,7 +257,7 @@ class LayoutCache:
             quick = bucket is not None and self._quick is not None
             tensors = self._prologue(args, layout, tail, total, quick=quick)
             lists = self._boundaries(args, tensors, total)
-            values = self._with_segments(tensors, lists, rows, bucket, measure)
+            values = self._with_segments(tensors, lists, rows, bucket, measure, shared)
             if total == rows and not quick:
                 values.boundaries = lists
             else:
@@ -365,7 +367,13 @@ class LayoutCache:
                 raise Misfit("metadata_differs", f"metadata {name} of {rows} real rows depends on the padding")
 
     def _with_segments(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], rows: int, bucket: Bucket | None, measure: bool
+        self,
+        tensors: tuple[Tensor, ...],
+        lists: dict[int, list[int]],
+        rows: int,
+        bucket: Bucket | None,
+        measure: bool,
+        shared: bool,
     ) -> LayoutValues:
         bounds, most = {}, 0
         for index, cu in lists.items():
@@ -374,7 +382,7 @@ class LayoutCache:
             bounds[index] = SegmentBounds(cu[-1], len(cu) - 1, max((b - a for a, b in itertools.pairwise(cu)), default=0))
         if self.choice is None:  # no attention, no segments
             return LayoutValues(tensors, {}, {}, {}, most)
-        kernels, bounds = self._served_by(bucket, bounds, self.choice, measure)
+        kernels, bounds = self._served_by(bucket, bounds, self.choice, measure, shared)
         segments = {
             index: kernels[index].metadata(cu, bounds[index]).to(tensors[index].device, non_blocking=True)
             for index, cu in lists.items()
@@ -382,13 +390,13 @@ class LayoutCache:
         return LayoutValues(tensors, segments, kernels, bounds, most)
 
     def _served_by(
-        self, bucket: Bucket | None, exact: dict[int, SegmentBounds], choice: KernelChoice, measure: bool
+        self, bucket: Bucket | None, exact: dict[int, SegmentBounds], choice: KernelChoice, measure: bool, shared: bool
     ) -> tuple[dict[int, VarlenKernel], dict[int, SegmentBounds]]:
         """Kernels and static bounds of a layout: those of a shared capture where it fits, else in a bucket tiers."""
-        for kernels, shared in self._shared.get(bucket, ()):
-            if all(shared[index].admit(bounds) for index, bounds in exact.items()):
-                return kernels, shared
-        kernels = {index: choice.at(index, bounds, measure=measure) for index, bounds in exact.items()}
+        for kernels, known in self._shared.get(bucket, ()):
+            if all(known[index].admit(bounds) for index, bounds in exact.items()):
+                return kernels, known
+        kernels = {index: choice.at(index, bounds, measure=measure, shared=shared) for index, bounds in exact.items()}
         if bucket is None:
             return kernels, exact
         return kernels, {index: tiered(bounds, kernels[index]) for index, bounds in exact.items()}

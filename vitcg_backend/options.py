@@ -35,7 +35,7 @@ class Options:
             the uncaptured pieces, and the faster one serves.
         attention: kernel of the packed attention; ``auto`` = on a GPU the fastest of those that can run there, measured once
             for each size and kept on disk, elsewhere ``sdpa``.
-        matmul: kernels of the matrix products; ``torch`` = torch's, fused with what follows as Inductor does it; ``auto`` = in a
+        matmul: kernels of the matrix products; ``torch`` = torch's, fused as Inductor does it; ``auto`` = in a
             capture for each product the faster of torch's and ours, timed once in a process for each of its sizes.
         capture: ``lazy`` = a bucket is captured at its first use; ``warmup`` = only by `vitcg_backend.warmup`; ``never`` =
             always the uncaptured pieces.

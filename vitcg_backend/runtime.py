@@ -367,8 +367,8 @@ class CompiledTower:
         """One replay. With `borrow` the results are views of the static outputs."""
         try:
             # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
-            measure = self.planner.may_capture
-            values = self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure)
+            measure, shared = self.planner.may_capture, self.planner.warms
+            values = self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure, shared=shared)
         except Misfit as misfit:
             return None, misfit.reason
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so

@@ -135,8 +135,7 @@ def test_cost_of_a_ladder() -> None:
     first = time.perf_counter() - start
     start = time.perf_counter()
     assert [choices.settle(bucket, DEVICE) for bucket in wanted] == chosen
-    assert time.perf_counter() - start < 0.05
-    assert first < 2
+    assert time.perf_counter() - start < min(0.05, first)
 
 
 @pytest.mark.slow

@@ -70,13 +70,14 @@ class KernelChoice(Protocol):
     def capturable(self) -> bool:
         """Whether what is chosen may run inside a CUDA graph capture."""
 
-    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool) -> VarlenKernel:
+    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool, shared: bool = False) -> VarlenKernel:
         """The kernel of one cu_seqlens of the tower.
 
         Args:
             segments: its index among the metadata.
             bounds: exact bounds of one layout.
             measure: whether candidates may be timed on the device for an answer that is not known yet.
+            shared: other layouts are to use the same capture, so a kernel is wanted that serves wide bounds as well.
         """
 
 
@@ -97,7 +98,7 @@ class VarlenKernel(abc.ABC):
     def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why this kernel cannot run there, in words, or None when it can."""
 
-    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool) -> VarlenKernel:
+    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool, shared: bool = False) -> VarlenKernel:
         """Itself, for all segments and bounds: see `KernelChoice.at`."""
         return self
 

@@ -32,7 +32,10 @@ __all__ = ["MeasuredChoice", "agrees", "even_segments", "seconds", "size_class"]
 
 MARGIN, LEAST_GAIN = 0.1, 2e-6
 """Another kernel than the first has to be faster by this share, and by so many seconds: several kernels in a tower are several
-captures of a bucket, more so of kernels that want close bounds."""
+captures of a bucket."""
+
+CLOSE_MARGIN, CLOSE_GAIN = 0.25, 10e-6
+"""The same where it wants close bounds and the first does not: a bucket is then captured once for each tier of them."""
 
 _ROUNDS = 3
 _LAUNCHES = 2  # of a round: the second reads inputs that the first has left in the cache, as the next layer's does
@@ -67,8 +70,10 @@ class MeasuredChoice:
         """All candidates are."""
         return self.default.capturable
 
-    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool) -> VarlenKernel:
+    def at(self, segments: int, bounds: SegmentBounds, *, measure: bool, shared: bool = False) -> VarlenKernel:
         """As `KernelChoice.at`; it waits for the device where it measures."""
+        if shared and not self.default.needs_longest:
+            return self.default
         shapes = self.shapes[segments]
         device = shapes[0].device
         if self._kept is None:
@@ -83,11 +88,23 @@ class MeasuredChoice:
         if self._usable is None:  # asked for here and not before: it imports packages
             self._usable = [kernel for kernel in self.kernels.values() if self._can_serve(kernel)]
         times = self._measured(shapes, bounds) if len(self._usable) > 1 else {}
-        self._chosen[key] = _fastest(times, self.default.name)
+        self._chosen[key] = self._fastest(times)
         if times:
             _torch.log.info("attention of %s: %s, of %s", key, self._chosen[key], times)
             self._kept.add(key, self._chosen[key], times)
         return self.kernels[self._chosen[key]]
+
+    def _fastest(self, seconds: Mapping[str, float]) -> str:
+        """The fastest that is worth it; without times, and where that is itself near the best, the first."""
+
+        def at_least(name: str) -> float:
+            close = self.kernels[name].needs_longest and not self.default.needs_longest
+            margin, gain = (CLOSE_MARGIN, CLOSE_GAIN) if close else (MARGIN, LEAST_GAIN)
+            return seconds[name] + max(margin * seconds[name], gain)
+
+        default = self.default.name
+        wanted = [name for name in seconds if default not in seconds or at_least(name) < seconds[default]]
+        return min(wanted, key=lambda name: seconds[name], default=default)
 
     def _can_serve(self, kernel: VarlenKernel) -> bool:
         """Whether a kernel takes every attention call of the tower."""
@@ -112,14 +129,6 @@ class MeasuredChoice:
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels, events and the clock are those of the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _fastest(seconds: Mapping[str, float], default: str) -> str:
-    if not seconds:
-        return default
-    best = min(seconds, key=lambda name: seconds[name])
-    near = seconds[best] + max(MARGIN * seconds[best], LEAST_GAIN)
-    return default if default in seconds and seconds[default] <= near else best
 
 
 def size_class(shapes: Sequence[AttentionShape], bounds: SegmentBounds) -> str:
