@@ -99,7 +99,7 @@ class TestChoice:
                 assert at(chosen) == expected
 
     def test_shared_captures_take_the_first(self, clock, tmp_path):
-        """What other layouts are to use is captured in a kernel for wide bounds, whatever is faster, and nothing is measured."""
+        """What other layouts are to use is captured in a kernel for wide bounds, whatever is faster, unmeasured."""
         clock["b"] = clock["a"] / 10
         chosen = choice(tmp_path)
         assert chosen.at(0, BOUNDS, measure=True, shared=True).name == "a"

@@ -110,7 +110,8 @@ def merge_guards() -> None:
     guards.inner -= torch.utils._ordered_set.OrderedSet(dropped)
     index = getattr(guards, "source_to_guards", {})  # torch 2.13 has it, 2.11 does not
     for guard in dropped:
-        index.pop(guard.originating_source, None)
+        if guard in index.get(guard.originating_source, ()):
+            index[guard.originating_source].remove(guard)
     for guard in added:
         guards.add(guard, collect_debug_stack=False)
 
