@@ -238,6 +238,37 @@ def test_observed_sizes_get_budgets_of_their_own() -> None:
     assert plan(plans, (1, 20, 20)).parts[0].bucket.tokens == 104  # 100 tokens: the old budget is still there
 
 
+def test_a_large_layout_that_keeps_coming_gets_a_budget() -> None:
+    """By its eighth call; not with budgets of the user's, nor where the ladder hardly pads, nor for small calls."""
+    mix = ((1, 64, 64),) * 4 + ((1, 8, 8),)  # 4112 tokens
+    close = ((1, 64, 64),) * 3 + ((1, 64, 63),)  # 4080 of 4096
+    small = ((1, 32, 32),) * 3 + ((1, 10, 10),)  # 793 of 832
+    for layout, options, expected in (
+        (mix, {}, [4352] * 7 + [4112] * 5),
+        (close, {}, [4096] * 12),
+        (small, {}, [832] * 12),
+        (mix, {"token_budgets": [64, 5000]}, [5000] * 12),
+    ):
+        plans = planner(**options)
+        served = []
+        for _ in range(12):
+            (part,) = plan(plans, *layout).parts
+            plans.use(plans.captured | {part.bucket.tokens})
+            served.append(part.bucket.tokens)
+        assert served == expected
+
+
+def test_budgets_of_their_own_are_few() -> None:
+    """Many large layouts that keep coming: at most sixteen budgets more, and none where nothing may be captured."""
+    for options, most in (({}, 16), ({"capture": "warmup"}, 0)):
+        plans = planner(**options)
+        before = plans.ladder.budgets
+        for budget in before[-30:-1]:
+            for _ in range(9):
+                plan(plans, (1, 4, budget), (1, 4, 4))  # four tokens above a budget
+        assert len(plans.ladder.budgets) == len(before) + most
+
+
 def test_rare_sizes_change_nothing() -> None:
     """Traffic without a frequent size keeps the automatic ladder."""
     plans = planner(token_budgets="observed")

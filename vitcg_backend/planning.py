@@ -25,6 +25,9 @@ __all__ = ["Part", "Plan", "Planner"]
 
 _MAX_PLANS = 1024
 _MAX_SIZES = 4096
+_MAX_OWN = 16  # budgets at most that the automatic ladder gives to sizes that keep coming
+_LEAST_OWN = 1024  # output tokens: below, the host's time counts for more than the padding's
+_MUCH_PADDING = 1 / 32
 _REFIT_AFTER = 64  # calls until budgets are first fitted to the traffic; then twice as many, up to _REFIT_EVERY
 _REFIT_EVERY = 4096
 WORTH = 0.1  # share of a call's cost that several replays have to save in place of one, at once
@@ -108,6 +111,7 @@ class Planner:
     _settled: bool = True
     _calls: int = 0
     _refit_at: int = _REFIT_AFTER
+    _own: int = 0  # budgets that sizes have got for coming again
 
     def __post_init__(self) -> None:
         budgets = self.options.token_budgets
@@ -213,6 +217,7 @@ class Planner:
         self._repeats[layout] = self._repeats.get(layout, 0) + 1
         if self._repeats[layout] == REPEATED:
             self._plans.pop(layout, None)
+            self._give_budget(sum(t * h * w for t, h, w in layout) // self.unit)
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -369,6 +374,17 @@ class Planner:
             return sorted(captured)
         del self._wanted[target.tokens]
         return self.ladder.budgets
+
+    def _give_budget(self, tokens: int) -> None:
+        """A budget for a size that keeps coming, where the automatic ladder pads it much and work outweighs the host."""
+        automatic = self.options.token_budgets is None and not self.tokens_of_image and self.may_capture
+        bucket = self.ladder.fit(tokens * self.unit)
+        if not automatic or self._own >= _MAX_OWN or tokens < _LEAST_OWN or bucket is None:
+            return
+        if bucket.tokens - tokens > _MUCH_PADDING * bucket.tokens:
+            self._own += 1
+            self.ladder = self._automatic = Ladder(sorted({*self.ladder.budgets, tokens}), self.unit)
+            self._forget()
 
     def _observe(self, tokens: int) -> None:
         self._sizes[tokens] += 1
