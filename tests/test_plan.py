@@ -438,6 +438,25 @@ def test_packed_calls_that_come_again_are_compared_with_one_replay(monkeypatch: 
     assert served[8:] == ([[16, 32]] if several else [[64]]) * 4
 
 
+def test_a_tower_captures_a_large_layout_that_keeps_coming() -> None:
+    """Once, by its eighth call; results are eager's before and after, those of other layouts, too."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    layout = ((1, 8, 8),) * 64 + ((1, 4, 4),)  # 1028 tokens
+    served = []
+    for step in range(10):
+        if step in (0, 7, 9):
+            assert_same(compiled, tower, layout, seed=step)
+        else:
+            run(compiled, layout, seed=step)
+        served.append(stats(tower).last.bucket_tokens)
+    assert served == [1088] * 7 + [1028] * 3
+    assert_same(compiled, tower, ((1, 8, 8),) * 64 + ((1, 8, 4),))
+    assert stats(tower).last.bucket_tokens == 1088
+    assert stats(tower).captures == 2
+    assert stats(tower).hits == 11
+
+
 def test_a_failing_measurement_costs_the_caller_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the uncaptured pieces run out of memory while they are timed, the results stand and the buckets serve."""
     tower = tiny_tower("qwen2_vl")
