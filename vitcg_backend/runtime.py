@@ -235,8 +235,8 @@ class CompiledTower:
                 return None
             if guess is not None and not states.in_memory(guess):
                 return None
-            if tensors is None and (again.capture.graph is None or self.body.tail is not None):
-                held = states.held(state)  # their values are wanted now
+            if owner is not None and (again.capture.graph is None or self.body.tail is not None):  # their values are wanted now
+                held = states.held(state) if tensors is None else tensors
                 if held is None:
                     return None
                 args = states.filled(args, held)
