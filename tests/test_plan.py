@@ -8,7 +8,7 @@ import pytest
 import torch
 from common import DEVICE, IMAGE, TOWERS, VIDEO, assert_same, compile_tower, run, stats, tiny_tower
 
-from vitcg_backend import costs, testing
+from vitcg_backend import costs, planning, testing
 from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import num_patches
 from vitcg_backend.costs import FIXED_TOKENS, Costs
@@ -97,13 +97,13 @@ def test_a_second_replay_is_not_tried_out_for_little() -> None:
     """8mix: two replays save little, so only a layout that comes again takes them, and only onto buckets that are captured."""
     mix = [(1, 46, 62), (1, 30, 40), (1, 64, 48), (1, 20, 20), (1, 54, 72), (1, 38, 50), (1, 28, 28), (1, 42, 56)]
     plans = planner()
-    plans.costs.fixed = 80
+    plans.costs.fixed, plans._own = 80, planning._MAX_OWN  # the size gets no budget of its own
     served = [sorted(part.bucket.tokens for part in plan(plans, *mix).parts) for _ in range(20)]
     assert served == [[4352]] * 20
     plans.use({3712, 416})
     assert sorted(part.bucket.tokens for part in plan(plans, *mix).parts) == [416, 3712]
     plans = planner()
-    plans.costs.fixed = 80
+    plans.costs.fixed, plans._own = 80, planning._MAX_OWN  # the size gets no budget of its own
     plans.use({3712, 416})
     served = [sorted(part.bucket.tokens for part in plan(plans, *mix).parts) for _ in range(20)]
     assert served == [[4352]] * 7 + [[416, 3712]] * 13

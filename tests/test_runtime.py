@@ -703,6 +703,14 @@ def test_strict_raises_with_the_reason() -> None:
         run(compiled, VIDEO)
 
 
+def test_strict_names_what_the_caller_gave() -> None:
+    """Metadata of the caller's is refused by its name, not with a list of budgets."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    with torch.no_grad(), pytest.raises(Refused, match=r"caller_metadata\]: metadata that the caller computed.*cu_seqlens"):
+        compile_tower(tower, strict=True)(pixels, grid_thw=grid, cu_seqlens=tensor([0, 16], dtype=torch.int32))
+
+
 def test_strict_says_which_option_refused() -> None:
     """`min_tokens` and `capture="never"` are named with what was seen."""
     for options, text in (
