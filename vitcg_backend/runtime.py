@@ -694,7 +694,7 @@ class CompiledTower:
             return self._elsewhere or ""
         if ask.reason == "caller_metadata":
             names = ", ".join(self.body.bound.placeholders[i].name for i in self._extra)
-            return f"metadata that the caller computed is not padded: {names}. Leave it to the tower, which has it from the grid"
+            return f"metadata that the caller computed is not padded: {names}. Leave it away: the tower has the grid"
         if ask.reason == "other_parameters":
             return "parameters have another dtype, size or device than those that the graph was compiled for"
         if ask.reason in ("outside_compiled_sizes", *{name.partition(" ")[0] for name in self.stats.refusals}):
