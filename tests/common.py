@@ -113,3 +113,24 @@ def assert_not_replayed_once_moved(tower: nn.Module, call: Callable[[], Any]) ->
         call()
     assert replayed
     assert not captures & set(replayed)
+
+
+def edit_in_place(tower: nn.Module) -> None:
+    """A weight edited where it lies."""
+    tower.blocks[0].mlp.linear_fc1.weight.mul_(1.1)
+
+
+def edit_data(tower: nn.Module) -> None:
+    """All parameters moved."""
+    for p in tower.parameters():
+        p.data = p.data * 1.05
+
+
+def edit_strides(tower: nn.Module) -> None:
+    """A weight in place of its transpose, at the same address."""
+    tower.blocks[0].attn.proj.weight.data = tower.blocks[0].attn.proj.weight.data.t()
+
+
+def there_and_back(tower: nn.Module) -> None:
+    """All parameters moved, with the values that they had."""
+    tower.to(torch.float64).to(torch.float32)

@@ -235,10 +235,9 @@ def _route(
     except ValueError as error:
         raise _NoRoute(str(error)) from error
     constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
-    try:
-        known = callee.known(arguments)
-    except (NotImplementedError, RuntimeError) as error:  # a tensor that has no storage of its own
-        raise _NoRoute(f"the memory of its parameters is not known: {error}") from error
+    known = callee.known(arguments)
+    if known is None:
+        raise _NoRoute("the memory of its parameters is not known: one of them has no storage of its own")
     route = _Route(callee, template, leaves, sizes, known, places, constants, spec)
     again = _filled(route, given)
     if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):

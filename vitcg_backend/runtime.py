@@ -161,8 +161,11 @@ class CompiledTower:
             watcher(self, args, results)
         return results
 
-    def known(self, args: Sequence[Any]) -> Known:
-        """The parameters of a call, for a caller who keeps them and has looked at all else that Dynamo would look at."""
+    def known(self, args: Sequence[Any]) -> Known | None:
+        """The parameters of a call, for a caller who keeps them and has looked at all else that Dynamo would look at.
+
+        None where their memory is not known.
+        """
         with self._lock:
             return self._states.keep(args)
 

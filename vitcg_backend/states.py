@@ -2,7 +2,7 @@
 with.
 
 Every parameter's address, dtype, sizes and strides are looked at in every call, so there is no change of storage that goes
-unseen; an edit in place keeps them, and the graph reads the new values. On a GPU that is done while the device works, before
+unseen; an edit in place keeps them, and the graph reads the new values. That is done while the device works, before
 anybody gets a result (`number_at`, `confirms`): what comes before a replay is that the memory which it reads is still there
 (`in_memory`), and a guess which set of parameters the call will turn out to bring (`guess`).
 """
@@ -117,10 +117,11 @@ class States:
             filled[position] = tensor
         return filled
 
-    def keep(self, args: Sequence[Any]) -> Known:
-        """The parameters of a call, for a caller who keeps them."""
+    def keep(self, args: Sequence[Any]) -> Known | None:
+        """The parameters of a call, for a caller who keeps them; None where their memory is not known."""
         tensors = self._of(args)
-        return Known(self.number(tensors), tensors)
+        number = self.number(tensors)
+        return Known(number, tensors) if self._find(number).storages is not None else None
 
     def guess(self, owner: Any) -> int | None:
         """The number that the parameters of an owner had in its last call; None where guesses have been wrong."""
@@ -132,8 +133,8 @@ class States:
         return self._came_by.get(id(owner))
 
     def learn(self, owner: Any, number: int) -> None:
-        """The parameters of an owner have this number."""
-        if owner is None:
+        """The parameters of an owner have this number. Without their memory nothing is to be guessed (`in_memory`)."""
+        if owner is None or self._find(number).storages is None:
             return
         if self._came_by.get(id(owner), number) != number:
             self._doubt = _DOUBT
