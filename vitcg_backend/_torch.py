@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, in one place, checked against torch 2.11, 2.13 and 2.14.
+"""Every private name of torch that this package uses, here and in `_dynamo_call.py`, checked against torch 2.11, 2.13 and 2.14.
 
 Nothing else imports an underscored module of torch. A function here says which file it leans on, so that what a new torch
 changes is mended in one place. 2.11 and 2.13 have run the tests; 2.14 was read.

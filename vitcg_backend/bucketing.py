@@ -79,6 +79,10 @@ class Ladder:
         object.__setattr__(self, "budgets", tuple(budgets))
         object.__setattr__(self, "unit", unit)
 
+    def including(self, budgets: Iterable[int]) -> Ladder:
+        """This ladder with more budgets, in any order."""
+        return Ladder(sorted({*self.budgets, *budgets}), self.unit)
+
     @classmethod
     def automatic(cls, max_tokens: int, unit: int, smallest_step: int = SMALLEST_STEP) -> Ladder:
         """Steps that grow with the size, up to and including `max_tokens`.

@@ -27,7 +27,7 @@ def tightened(ladder: Ladder, sizes: Mapping[int, int]) -> Ladder:
     """
     least = max(FREQUENT * sum(sizes.values()), 2)
     frequent = {size for size, count in sizes.items() if count >= least and size <= ladder.budgets[-1]}
-    return Ladder(sorted(frequent | set(ladder.budgets)), ladder.unit)
+    return ladder.including(frequent)
 
 
 def fit_budgets(sizes: Mapping[int, float], most: int) -> tuple[int, ...]:

@@ -155,7 +155,6 @@ class Capture:
         self.device = args[body.bound.pixels].device
         self.pool_bytes = 0  # that the capture took from the driver
         self.graph: Any = None
-        self._kernels: dict[products.Product, Any] = {}  # of products that do not run in torch's own
         self._results: list[Any] = []
         self._views: dict[int, list[Any]] = {}
         self._pixel_views: dict[int, Tensor] = {}
@@ -269,14 +268,15 @@ class Capture:
         """
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
-                self._kernels = products.CHOICES.settle(self.body.products_at(self.bucket.tokens), self.device)
+                tiles = products.CHOICES.settle(self.body.products_at(self.bucket.tokens), self.device)
                 before = torch.cuda.memory_reserved()
-                self._record_cuda(args, pool)
+                with products.using(tiles):
+                    self._record_cuda(args, pool)
                 self.pool_bytes = max(torch.cuda.memory_reserved() - before, 0)
 
     def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
         current, side = torch.cuda.current_stream(), _torch.capture_stream(torch.cuda.current_device())
-        with _one_capture, torch.cuda.stream(side), products.using(self._kernels):
+        with _one_capture, torch.cuda.stream(side):
             side.wait_stream(current)
             # The first run compiles and loads what is lazy outside the capture.
             with _torch.pool_held(pool, side.device_index, lambda: self.run(args)):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from .bucketing import Bucket, Ladder, Layout
+from .bucketing import Bucket, Ladder, Layout, num_patches
 from .budgets import tightened
 from .costs import MARGIN, Costs
 from .options import Options
@@ -217,7 +217,7 @@ class Planner:
         self._repeats[layout] = self._repeats.get(layout, 0) + 1
         if self._repeats[layout] == REPEATED:
             self._plans.pop(layout, None)
-            self._give_budget(sum(t * h * w for t, h, w in layout) // self.unit)
+            self._give_budget(num_patches(layout) // self.unit)
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Planner:
 
     def _fits_one(self, layout: Layout, capacities: Capacities) -> bool:
         """Whether one replay may serve all of a layout."""
-        tokens = sum(t * h * w for t, h, w in layout) // self.unit
+        tokens = num_patches(layout) // self.unit
         frames = sum(t for t, _, _ in layout)
         within = tokens <= capacities.budgets[-1] and frames <= capacities.max_frames
         return within and len(layout) <= capacities.max_items
@@ -383,7 +383,7 @@ class Planner:
             return
         if bucket.tokens - tokens > _MUCH_PADDING * bucket.tokens:
             self._own += 1
-            self.ladder = self._automatic = Ladder(sorted({*self.ladder.budgets, tokens}), self.unit)
+            self.ladder = self._automatic = self.ladder.including([tokens])
             self._forget()
 
     def _observe(self, tokens: int) -> None:

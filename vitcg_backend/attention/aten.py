@@ -6,13 +6,12 @@ truth costs many times the work itself, so these kernels want tiered bounds (`Va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import SegmentBounds, VarlenKernel, check_tensors, padded_cu_seqlens
+from .base import CuSeqlensKernel, SegmentBounds, check_tensors, check_values, half_unusable
 
 __all__ = [
     "MemEfficientKernel",
@@ -29,17 +28,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def flash_unusable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why torch's varlen FlashAttention 2 cannot run, or None."""
-    if device.type != "cuda":
-        return f"torch's FlashAttention needs a CUDA device, not {device.type}"
-    if dtype not in _HALF:
-        return f"torch's FlashAttention needs float16 or bfloat16, not {dtype}"
-    if head_dim % 8 or not 0 < head_dim <= 256:
-        return f"torch's FlashAttention needs a head size that is a multiple of 8 up to 256, not {head_dim}"
-    if not torch.backends.cuda.is_flash_attention_available():
+    reason = half_unusable("torch's FlashAttention", device, dtype, head_dim, 256)
+    if reason is None and not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no FlashAttention"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"torch's FlashAttention needs compute capability 8.0 or more ({torch.cuda.get_device_name(device)})"
-    return None
+    return reason
 
 
 def flash_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
@@ -111,45 +103,32 @@ def efficient_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longes
     return out.squeeze(0).contiguous()
 
 
-class TorchFlashKernel(VarlenKernel):
+class TorchFlashKernel(CuSeqlensKernel):
     """Torch's FlashAttention 2, varlen."""
 
     name: ClassVar[str] = "torch"
-    capturable: ClassVar[bool] = True
-    needs_longest: ClassVar[bool] = True
 
     def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Half precision on CUDA with compute capability 8.0, head sizes in steps of 8 up to 256."""
         return flash_unusable(device, dtype, head_dim)
 
-    def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
-        """`cu_seqlens` padded to ``[bounds.segments + 1]``; it has to cover every row."""
-        return padded_cu_seqlens(cu_seqlens, bounds, cover=True)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
         """As `VarlenKernel.forward`, for values of the same head size as the keys."""
         check_tensors(q, k, v, bounds.rows)
-        if v.shape[2] != q.shape[2]:
-            raise ValueError(f"attention 'torch' needs values of the keys' head size {q.shape[2]}, not {v.shape[2]}")
+        check_values(self.name, q, v)
         if bounds.rows == 0:
             return q.new_empty(q.shape)
         return flash_varlen(q, k, v, metadata, bounds.longest, scale)
 
 
-class MemEfficientKernel(VarlenKernel):
+class MemEfficientKernel(CuSeqlensKernel):
     """Torch's memory-efficient attention, varlen."""
 
     name: ClassVar[str] = "mem_efficient"
-    capturable: ClassVar[bool] = True
-    needs_longest: ClassVar[bool] = True
 
     def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """float32, float16, bfloat16 on CUDA, head sizes that are a multiple of 16 bytes."""
         return efficient_unusable(device, dtype, head_dim)
-
-    def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
-        """`cu_seqlens` padded to ``[bounds.segments + 1]``; it has to cover every row."""
-        return padded_cu_seqlens(cu_seqlens, bounds, cover=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
         """As `VarlenKernel.forward`."""

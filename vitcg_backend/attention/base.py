@@ -18,11 +18,14 @@ from torch import Tensor
 
 __all__ = [
     "AttentionShape",
+    "CuSeqlensKernel",
     "KernelChoice",
     "SegmentBounds",
     "VarlenKernel",
     "check_tensors",
+    "check_values",
     "checked_cu_seqlens",
+    "half_unusable",
     "padded_cu_seqlens",
 ]
 
@@ -135,6 +138,48 @@ class VarlenKernel(abc.ABC):
         Raises:
             ValueError: shapes disagree with each other, with `bounds` or with what the kernel can do.
         """
+
+
+class CuSeqlensKernel(VarlenKernel):
+    """A kernel that reads cu_seqlens as they are, and launches for the longest of so many segments."""
+
+    capturable: ClassVar[bool] = True
+    needs_longest: ClassVar[bool] = True
+
+    def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
+        """`cu_seqlens` padded to ``[bounds.segments + 1]``; it has to cover every row."""
+        return padded_cu_seqlens(cu_seqlens, bounds, cover=True)
+
+
+def half_unusable(who: str, device: torch.device, dtype: torch.dtype, head_dim: int, largest: int) -> str | None:
+    """Why a kernel for half precision on CUDA, compute capability 8.0 and head sizes in steps of 8 cannot run, or None.
+
+    Args:
+        who: the kernel in words, for the text.
+        device: where q, k and v live.
+        dtype: their dtype.
+        head_dim: their head size.
+        largest: the largest head size.
+    """
+    if device.type != "cuda":
+        return f"{who} needs a CUDA device, not {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{who} needs float16 or bfloat16, not {dtype}"
+    if head_dim % 8 or not 0 < head_dim <= largest:
+        return f"{who} needs a head size that is a multiple of 8 up to {largest}, not {head_dim}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{who} needs compute capability 8.0 or more ({torch.cuda.get_device_name(device)})"
+    return None
+
+
+def check_values(name: str, q: Tensor, v: Tensor) -> None:
+    """Check that values have the head size of the queries, for the kernel called `name`.
+
+    Raises:
+        ValueError: they have another.
+    """
+    if v.shape[2] != q.shape[2]:
+        raise ValueError(f"attention {name!r} needs values of the keys' head size {q.shape[2]}, not {v.shape[2]}")
 
 
 def checked_cu_seqlens(cu_seqlens: Sequence[int], bounds: SegmentBounds, *, cover: bool) -> list[int]:

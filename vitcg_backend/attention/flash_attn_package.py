@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import SegmentBounds, VarlenKernel, check_tensors, padded_cu_seqlens
+from .base import CuSeqlensKernel, SegmentBounds, check_tensors, check_values, half_unusable
 
 __all__ = ["FlashAttnKernel"]
 
@@ -42,34 +42,20 @@ def _function(device: torch.device) -> tuple[Callable[..., Any] | None, str | No
     return _import(_ANY)
 
 
-class FlashAttnKernel(VarlenKernel):
+class FlashAttnKernel(CuSeqlensKernel):
     """`flash_attn_varlen_func` of the flash-attn package."""
 
     name: ClassVar[str] = "flash_attn"
-    capturable: ClassVar[bool] = True
-    needs_longest: ClassVar[bool] = True
 
     def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Half precision on CUDA with compute capability 8.0, head sizes in steps of 8 up to 256, and the package."""
-        if device.type != "cuda":
-            return f"flash-attn needs a CUDA device, not {device.type}"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"flash-attn needs float16 or bfloat16, not {dtype}"
-        if head_dim % 8 or not 0 < head_dim <= 256:  # others it copies into padded tensors
-            return f"flash-attn needs a head size that is a multiple of 8 up to 256, not {head_dim}"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return f"flash-attn needs compute capability 8.0 or more ({torch.cuda.get_device_name(device)})"
-        return _function(device)[1]
-
-    def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
-        """`cu_seqlens` padded to ``[bounds.segments + 1]``; it has to cover every row."""
-        return padded_cu_seqlens(cu_seqlens, bounds, cover=True)
+        # Other head sizes it copies into padded tensors.
+        return half_unusable("flash-attn", device, dtype, head_dim, 256) or _function(device)[1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
         """As `VarlenKernel.forward`, for values of the same head size as the keys."""
         check_tensors(q, k, v, bounds.rows)
-        if v.shape[2] != q.shape[2]:
-            raise ValueError(f"attention 'flash_attn' needs values of the keys' head size {q.shape[2]}, not {v.shape[2]}")
+        check_values(self.name, q, v)
         if bounds.rows == 0:
             return q.new_empty(q.shape)
         function, reason = _function(q.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..bucketing import capacity_tier
-from .base import SegmentBounds, VarlenKernel, check_tensors, padded_cu_seqlens
+from .base import CuSeqlensKernel, SegmentBounds, check_tensors, check_values, half_unusable
 
 __all__ = ["FlashInferKernel"]
 
@@ -40,31 +40,21 @@ def _import() -> tuple[Callable[..., Any] | None, str | None]:
         return None, f"flashinfer cannot be imported ({type(error).__name__}: {error})"
 
 
-class FlashInferKernel(VarlenKernel):
+class FlashInferKernel(CuSeqlensKernel):
     """`flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache` over keys and values that are not paged."""
 
     name: ClassVar[str] = "flashinfer"
-    capturable: ClassVar[bool] = True
-    needs_longest: ClassVar[bool] = True
 
     def unusable(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Half precision on CUDA with compute capability 8.0, head sizes in steps of 8 up to 128, and both packages."""
-        if device.type != "cuda":
-            return f"cuDNN's attention needs a CUDA device, not {device.type}"
-        if dtype not in (torch.float16, torch.bfloat16):
-            return f"cuDNN's attention needs float16 or bfloat16, not {dtype}"
-        if head_dim % 8 or not 0 < head_dim <= 128:
-            return f"cuDNN's attention needs a head size that is a multiple of 8 up to 128, not {head_dim}"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return f"cuDNN's attention needs compute capability 8.0 or more ({torch.cuda.get_device_name(device)})"
-        return _import()[1]
+        return half_unusable("cuDNN's attention", device, dtype, head_dim, 128) or _import()[1]
 
     def metadata(self, cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
         """Of each segment its rows, ``[segments]``, then `cu_seqlens` padded to ``[segments + 1]``.
 
         `segments` is the tier of ``bounds.segments``. They have to cover every row.
         """
-        borders = padded_cu_seqlens(cu_seqlens, bounds, cover=True)
+        borders = super().metadata(cu_seqlens, bounds)
         more = capacity_tier(bounds.segments) - bounds.segments
         borders = torch.cat([borders, borders[-1:].expand(more)])
         return torch.cat([borders.diff(), borders])
@@ -72,8 +62,7 @@ class FlashInferKernel(VarlenKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
         """As `VarlenKernel.forward`, for values of the same head size as the keys."""
         check_tensors(q, k, v, bounds.rows)
-        if v.shape[2] != q.shape[2]:
-            raise ValueError(f"attention 'flashinfer' needs values of the keys' head size {q.shape[2]}, not {v.shape[2]}")
+        check_values(self.name, q, v)
         if bounds.rows * max(x.stride(0) for x in (q, k, v)) > _LARGEST_OFFSET:
             raise ValueError(
                 f"attention 'flashinfer' has 32-bit offsets: {bounds.rows} rows of {q.stride(0)} elements are too many"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import tiles
-from .base import SegmentBounds, VarlenKernel, check_tensors, checked_cu_seqlens
+from .base import SegmentBounds, VarlenKernel, check_tensors, check_values, checked_cu_seqlens
 
 __all__ = ["HopperConfig", "TileConfig", "TileScheduledKernel", "hopper_config", "split_head", "tile_config"]
 
@@ -195,8 +195,7 @@ class TileScheduledKernel(VarlenKernel):
         """As `VarlenKernel.forward`, for values of the same head size as the keys."""
         check_tensors(q, k, v, bounds.rows)
         rows, heads, head_dim = q.shape
-        if v.shape[2] != head_dim:
-            raise ValueError(f"attention 'triton' needs values of the keys' head size {head_dim}, not {v.shape[2]}")
+        check_values(self.name, q, v)
         out = q.new_empty((rows, heads, head_dim))
         if out.numel() == 0:
             return out

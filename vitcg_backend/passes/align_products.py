@@ -31,7 +31,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .graph import adding_before
+from .graph import adding_before, rewrite_each
 
 __all__ = ["align_products"]
 
@@ -53,13 +53,7 @@ def align_products(gm: fx.GraphModule, *, device_type: str = "cuda") -> fx.Graph
     by_strides = any(getattr(node.target, "overloadpacket", None) in _BY_STRIDES for node in gm.graph.nodes)
     products = [] if by_strides else [node for node in gm.graph.nodes if node.target in _PRODUCTS]
     matches = [node for node in products if _matches(node, device_type)]
-    for node in matches:
-        _rewrite(gm.graph, node)
-    if matches:
-        gm.graph.eliminate_dead_code()
-        gm.graph.lint()
-        gm.recompile()
-    return gm
+    return rewrite_each(gm, matches, _rewrite)
 
 
 def _matches(node: fx.Node, device_type: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,19 @@ def adding_before(node: fx.Node) -> Iterator[Callable[..., fx.Node]]:
 
     with graph.inserting_before(node), node.meta["val"].fake_mode, _torch.enable_python_dispatcher():
         yield add
+
+
+def rewrite_each(
+    gm: fx.GraphModule, matches: Sequence[fx.Node], rewrite: Callable[[fx.Graph, fx.Node], None]
+) -> fx.GraphModule:
+    """The graph with each match rewritten and what that leaves unused taken out; without a match as it is."""
+    for node in matches:
+        rewrite(gm.graph, node)
+    if matches:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+    return gm
 
 
 def token_axes(value: Any, symbols: Symbols) -> list[int]:

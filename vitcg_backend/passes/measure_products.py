@@ -1,8 +1,9 @@
 """Rewrite: a matrix product is an operator whose kernel a capture chooses by the clock.
 
 Why: cuBLAS picks its kernel by rules that are off where a product makes few tiles: on an H200 the second layer of an MLP of
-Qwen3-VL takes it 36 us at 1664 patches, 28 in a Triton kernel of 128 x 128 tiles; there are 27. All sizes are known when a
-bucket is captured, so each product is timed once for each of them, and runs in what was faster (`vitcg_backend.products`).
+Qwen3-VL takes it 36 us at 1664 patches, 28 in a Triton kernel of 128 x 128 tiles. In the tower less than a third of that was
+left, and nothing at most sizes, so it is asked for (``matmul="auto"``). All sizes are known when a bucket is captured, so
+each product is timed once for each of them, and runs in what was faster (`vitcg_backend.products`).
 Uncaptured calls, of any size, run what they ran before.
 
 Numerics: the same sums in float32, added up in another order where our kernel runs: within the error budget, not bit-equal,
@@ -35,7 +36,7 @@ from torch import Tensor, fx
 
 from ..products import PRODUCT, Product
 from ..products.triton_product import unusable
-from .graph import Symbols, adding_before
+from .graph import Symbols, adding_before, rewrite_each
 
 __all__ = ["measure_products", "products_of"]
 
@@ -59,13 +60,7 @@ def measure_products(
     """
     matches = [node for node in gm.graph.nodes if node.target in _PRODUCTS and _matches(node, symbols)]
     matches = [node for node in matches if unusable(node.meta["val"].device) is None]
-    for node in matches:
-        _rewrite(gm.graph, node)
-    if matches:
-        gm.graph.eliminate_dead_code()
-        gm.graph.lint()
-        gm.recompile()
-    return gm
+    return rewrite_each(gm, matches, _rewrite)
 
 
 def products_of(gm: fx.GraphModule, symbols: Symbols) -> list[tuple[int, Product]]:

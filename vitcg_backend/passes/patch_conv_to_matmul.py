@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import adding_before
+from .graph import adding_before, rewrite_each
 
 __all__ = ["patch_conv_to_matmul"]
 
@@ -39,12 +39,7 @@ aten = torch.ops.aten
 def patch_conv_to_matmul(gm: fx.GraphModule) -> fx.GraphModule:
     """Rewrite every such convolution (see the module's text); a graph without one comes back as the same object."""
     matches = [n for n in gm.graph.nodes if n.target is aten.convolution.default and _covers_input(n)]
-    for node in matches:
-        _rewrite(gm.graph, node)
-    if matches:
-        gm.graph.lint()
-        gm.recompile()
-    return gm
+    return rewrite_each(gm, matches, _rewrite)
 
 
 def _covers_input(node: fx.Node) -> bool:
