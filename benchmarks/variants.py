@@ -14,7 +14,7 @@ import torch
 
 import vitcg_backend
 from vitcg_backend import testing
-from vitcg_backend.backend import live_towers, replay_of
+from vitcg_backend.backend import live_towers
 
 __all__ = ["ISOLATED", "VARIANTS", "Case", "Towers", "within_budget"]
 
@@ -100,7 +100,7 @@ class Towers:
         return Case(name, pixels, grid_thw, len(pixels) // config.spatial_merge_size**2)
 
     def runner(self, variant: str, case: Case) -> Runner:
-        """The function to time. For `vitcg_replay` the case must have been called, and hit, just before."""
+        """The function to time, of every variant but `vitcg_replay`, which is `replay_of` the latest call."""
         pixels, grid = case.pixel_values, case.grid_thw
         if variant == "eager_sdpa":
             return lambda: self.eager(pixels, grid)
@@ -116,8 +116,6 @@ class Towers:
             return lambda: self.lane(pixels, grid)
         if variant == "vitcg_unseen":
             return _unseen(self.vitcg, live_towers(self.eager), pixels, grid)
-        if variant == "vitcg_replay":
-            return replay_of(self.vitcg)
         if variant == "compile":
             return lambda: self.stock(pixels, grid)
         assert variant == "reduce_overhead", variant

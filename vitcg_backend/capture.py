@@ -199,6 +199,11 @@ class Capture:
                         return _Output(axis, form[0])
         return _Output(None, 0)
 
+    @property
+    def holds_inputs(self) -> bool:
+        """Whether the metadata in the static inputs, which captures share, was written for this one."""
+        return self.arena.owner is not None and self.arena.owner[0] == self.serial
+
     def token_axis(self, result: int) -> int | None:
         """The token axis of a result of the graph, None for one without."""
         return self._outputs[result].axis

@@ -666,13 +666,26 @@ class CompiledTower:
         return self.owners.belongs_to(ids) or self._states.belongs_to(ids)
 
     def replay_last(self) -> Callable[[], None]:
-        """The capture used last, as a function that replays it and copies nothing."""
+        """The capture used last, as a function that replays it and copies nothing.
+
+        Captures share their static inputs. After a call that another one has served, metadata there belongs to that one, and
+        a kernel that reads it as its own would go out of bounds: then the function raises RuntimeError.
+        """
         if not self._captures:
             raise RuntimeError("no bucket has been captured yet: call the tower on an input that fits a bucket first")
         capture = next(reversed(self._captures.values()))
         if capture.graph is None:
             raise RuntimeError("the capture used last is not a CUDA graph: this tower runs on a CPU")
-        return capture.graph.replay
+
+        def replay() -> None:
+            if not capture.holds_inputs:
+                raise RuntimeError(
+                    f"the static inputs no longer hold a call of the capture of {capture.bucket.tokens} tokens: another capture "
+                    "has served a call since. Call the tower on an input of that size, and ask for its replay again"
+                )
+            capture.graph.replay()
+
+        return replay
 
     def _record(self, ask: _Ask) -> None:
         self.stats.record(self._call_record(ask))

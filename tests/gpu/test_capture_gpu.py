@@ -14,6 +14,7 @@ import torch
 import vitcg_backend
 from vitcg_backend import backend, runtime, testing
 from vitcg_backend.attention import KERNELS
+from vitcg_backend.backend import replay_of
 
 pytestmark = pytest.mark.gpu
 
@@ -206,6 +207,19 @@ def test_b49_memory_comes_back() -> None:
     for _ in range(3):
         round_trip()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_a_replay_alone_refuses_the_static_inputs_of_another_capture() -> None:
+    """What `replay_of` gives would read the tables of another bucket out of bounds once that has served a call."""
+    tower, compiled = compiled_tower("qwen3_vl", token_budgets=[16, 32], min_tokens=1)
+    check(compiled, tower, ((1, 8, 16),))
+    replay = replay_of(tower)
+    replay()
+    check(compiled, tower, ((1, 8, 8),))
+    with pytest.raises(RuntimeError, match="no longer hold a call of the capture of 32 tokens"):
+        replay()
+    replay_of(tower)()
+    torch.cuda.synchronize()
 
 
 def test_b50_buckets_share_one_pool() -> None:
