@@ -17,6 +17,7 @@ COLUMNS = ("vitcg_call", "vitcg_lane", "vitcg_unseen", "vitcg_replay", "opbyop_g
 HEADS = ("vitcg, ms", "fast lane, ms", "new layout, ms", "graph alone, ms", "op by op graph", "eager, flash", "eager, sdpa")
 STREAMS = {
     "vitcg_call": "vitcg, mean / p99 ms",
+    "vitcg_unseen": "each layout new",
     "pow2_greedy": "powers of two, greedy packing",
     "reduce_overhead": "reduce-overhead",
     "eager_sdpa": "eager, sdpa",

@@ -3,8 +3,8 @@
     python benchmarks/replay.py --out benchmarks/results/FILE.jsonl
 
 Each stream runs once untimed, where buckets are captured, and results are checked; then its calls are timed, every variant on
-a call before the next call, in an order that rotates and turns round. Both are cut off at a time limit, so that a stream is as
-long as there is time for. ``--device cpu --depth 2 --tiny`` tries the script itself.
+a call before the next call, in changing order. Both are cut off at a time limit, so that a stream is as long as there is time
+for. ``--device cpu --depth 2 --tiny`` tries the script itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import Layout
 from vitcg_backend.packing import Capacities, next_fit
 
-VARIANTS = ("eager_sdpa", "reduce_overhead", "pow2_greedy", "vitcg_call")
+VARIANTS = ("eager_sdpa", "reduce_overhead", "pow2_greedy", "vitcg_call", "vitcg_unseen")
 MIX = "8mix"  # one call of workloads.json, repeated: a stream of its own
 MIX_CALLS = 30
 POWERS = tuple(2**k for k in range(6, 14))  # 64 to 8192 output tokens: what servers capture
 CHECKED = 2  # calls of each stream whose results are checked
-CHILD_LIMIT_S = 75.0
+CHILD_LIMIT_S = 240.0
 
 
 class PowersOfTwo:
@@ -98,16 +98,17 @@ class Replay:
         self.towers = Towers(args.tower, self.device, args.depth, args.tiny)
         self.powers = PowersOfTwo(self.towers.eager)
         self.failed = False
+        self.timed_calls: dict[str, int] = {}  # by stream
 
     def say(self, text: str) -> None:
         """A line of progress."""
         print(f"[{time.perf_counter() - self.started:6.1f}s] {text}", flush=True)
 
-    def run_call(self, variant: str, case: Case, layout: Layout) -> Any:
+    def runner(self, variant: str, case: Case, layout: Layout) -> Callable[[], Any]:
         """One call by one variant."""
         if variant == "pow2_greedy":
-            return self.powers(case.pixel_values, case.grid_thw, layout)
-        return self.towers.runner(variant, case)()
+            return lambda: self.powers(case.pixel_values, case.grid_thw, layout)
+        return self.towers.runner(variant, case)
 
     def owner(self, variant: str) -> torch.nn.Module | None:
         """The tower that a variant of ours compiles."""
@@ -118,11 +119,13 @@ class Replay:
         """First the untimed pass, then the timed one over as many calls as that had time for."""
         before = {variant: self.counts(variant) for variant in variants}
         done = self.first_pass(name, layouts, variants)
+        self.timed_calls[name] = 0
         tallies: dict[str, Tally] = {variant: Tally() for variant in variants}
         started = time.perf_counter()
         for number, layout in enumerate(layouts[:done]):
             if time.perf_counter() - started > self.args.stream_limit_s:
                 break
+            self.timed_calls[name] += 1
             case = self.towers.case(name, [list(item) for item in layout])
             for variant in in_turns(variants, number):
                 self.timed(variant, case, layout, tallies[variant])
@@ -146,11 +149,11 @@ class Replay:
                 dtype = next(self.towers.reference.parameters()).dtype
                 expected = eager, self.towers.reference(case.pixel_values.to(dtype), case.grid_thw)
             for variant in variants:
-                output = self.run_call(variant, case, layout)
+                output = self.runner(variant, case, layout)()
                 if expected is not None and variant not in ("eager_sdpa", "pow2_greedy"):
                     self.check(name, variant, output, *expected)
                 if variant == "vitcg_call":  # what it learnt decides from the next call on: the timed pass is steady
-                    self.run_call(variant, case, layout)
+                    self.runner(variant, case, layout)()
         return len(layouts)
 
     def check(self, name: str, variant: str, output: Any, eager: Any, exact: Any) -> None:
@@ -162,10 +165,11 @@ class Replay:
 
     def timed(self, variant: str, case: Case, layout: Layout, tally: Tally) -> None:
         """One timed call, and what served it."""
+        run = self.runner(variant, case, layout)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
-        output = self.run_call(variant, case, layout)
+        output = run()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         tally.ms.append((time.perf_counter() - started) * 1e3)
@@ -204,12 +208,12 @@ class Replay:
         add(tower, name, variant, "memory_mib", [held / 2**20])
 
     def child(self) -> None:
-        """reduce-overhead in a process of its own: it compiles for minutes, and is ended at its limit."""
+        """reduce-overhead on the same calls, in a process of its own: it compiles for minutes, and is ended at its limit."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.jsonl"
             command = [sys.executable, __file__, "--child", "--tower", self.args.tower, "--out", str(out)]
-            command += ["--device", self.args.device, "--streams", ",".join(self.args.streams)]
-            command += ["--stream-limit-s", str(self.args.stream_limit_s / 4)]
+            command += ["--device", self.args.device, "--streams", ",".join(self.timed_calls)]
+            command += ["--stream-limit-s", "inf", "--most-calls", ",".join(map(str, self.timed_calls.values()))]
             command += ["--depth", str(self.args.depth)] if self.args.depth else []
             command += ["--tiny"] if self.args.tiny else []
             command += ["--matmul-tflops", str(self.recorder.environment["matmul_tflops"] or 1)]
@@ -235,13 +239,14 @@ class Replay:
 
 
 def in_turns(variants: Sequence[str], number: int) -> list[str]:
-    """The order of a call's variants: each comes first as often, and after each of the others as often.
+    """The order of a call's variants: over calls each comes after each of the others as often (a Williams design).
 
     What runs after a heavy variant runs at the clock that this has left behind.
     """
-    turn = number % len(variants)
-    order = [*variants[turn:], *variants[:turn]]
-    return order if number // len(variants) % 2 == 0 else order[::-1]
+    n = len(variants)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]
+    order = [variants[(place + number) % n] for place in zigzag]
+    return order if number // n % 2 == 0 else order[::-1]
 
 
 def layouts_of(name: str, tiny: bool) -> list[Layout]:
@@ -269,6 +274,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny tower and calls: to try the script without a GPU")
     parser.add_argument("--git", help="commit to record, where there is no checkout")
     parser.add_argument("--matmul-tflops", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--most-calls", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.streams, args.variants = args.streams.split(","), args.variants.split(",")
@@ -281,8 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     replay = Replay(args)
     here = ["reduce_overhead"] if args.child else [v for v in args.variants if v != "reduce_overhead"]
-    for name in args.streams:
-        attempt(replay, name, lambda name=name: replay.stream(name, layouts_of(name, args.tiny), here))  # type: ignore[misc]
+    most = args.most_calls.split(",") if args.most_calls else [None] * len(args.streams)
+    for name, calls in zip(args.streams, most, strict=True):
+        layouts = layouts_of(name, args.tiny)[: None if calls is None else int(calls)]
+        attempt(replay, name, lambda name=name, layouts=layouts: replay.stream(name, layouts, here))  # type: ignore[misc]
     if args.child:
         return int(replay.failed)
     for variant in here:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 from common import IMAGE, MIXED, assert_same, compile_tower, stats, tiny_tower
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+from vitcg_backend import _dynamo_call
 
 
 def _guards(tower: nn.Module) -> str:
@@ -78,3 +81,24 @@ def test_a_forward_that_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
             for layout in (IMAGE, MIXED):
                 assert_same(compiled, tower, layout)
             assert stats(tower).graphs == graphs
+
+
+def test_paths_are_gathered_with_common_beginnings_once() -> None:
+    """As each path by itself, quoted brackets and dots in names included; what is no path stays an expression."""
+
+    class Counted(dict):
+        looked_up = 0
+
+        def __getitem__(self, key):
+            Counted.looked_up += 1
+            return super().__getitem__(key)
+
+    root = types.SimpleNamespace(a=Counted({"x.y": Counted({"p": 1, "q": [2, 3]}), "[0]": 4, "z": Counted(p=5)}), b=6)
+    paths = ["root.a['x.y']['p']", "root.a['x.y']['q'][1]", "root.a['[0]']", "root.b", "root.a['z']['p'] + 1", "root.a['x.y']"]
+    expected = tuple(eval(path, {"root": root}) for path in paths)
+    Counted.looked_up = 0
+    found = _dynamo_call._gather(paths)(root)
+    assert Counted.looked_up == 6  # 'x.y' once for three paths
+    assert found == expected == (1, 3, 4, 6, 6, root.a["x.y"])
+    root.a["x.y"]["p"] = 7
+    assert _dynamo_call._gather(paths[:1])(root) == (7,)

@@ -360,7 +360,7 @@ def test_a_module_compiled_in_place_and_what_is_none() -> None:
 
 def test_parameters_whose_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lane, with the reason, and no guess by Dynamo's calls, which go straight to their replay all the same."""
-    monkeypatch.setattr(states, "_storages", lambda tensors: None)
+    monkeypatch.setattr(states, "_storages", lambda tensors, gone: None)
     tower, lane = make()
     for seed in range(3):
         assert_same(lane, tower, IMAGE, seed=seed)

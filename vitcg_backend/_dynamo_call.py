@@ -6,8 +6,10 @@ Beside `_torch.py` the only module with private names of torch. Each function wo
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from ._torch import current_trace, root_of
 
 __all__ = ["guard_on_equal_rows", "guard_on_hooks", "guard_on_other_sizes", "leave_out", "merge_guards"]
+
+_STEP = re.compile(r"^root|\.\w+|\[(?:\d+|'[^']*'|\"[^\"]*\")\]")
 
 
 def guard_on_hooks() -> None:
@@ -315,10 +319,36 @@ def leave_out(positions: Sequence[int]) -> Callable[[Any], tuple[Any, ...]] | No
     paths = ["root" + name.removeprefix(prefix) for name in names]
     if any(re.search(r"\b[LG]\[|___", path) for path in paths):  # by way of something else in the frame
         return None
-    gather: Callable[[Any], tuple[Any, ...]] = eval(f"lambda root: ({', '.join(paths)})")
+    gather = _gather(paths)
     for place, node in enumerate(placeholders):
         node.meta["grapharg"] = _replaced(node.meta["grapharg"], None if place else root)
     return gather
+
+
+def _gather(paths: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """``(root) -> the values of all paths``, expressions over ``root``; what several of them begin with is evaluated once."""
+    prefixes = [list(itertools.accumulate(_steps(path))) for path in paths]
+    uses = Counter(itertools.chain(*prefixes))
+    names: dict[str, str] = {}
+    lines, results = ["def gather(root):"], []
+    for path in prefixes:
+        value, done = path[0], path[0]
+        for prefix in path:
+            value, done = names.get(prefix, value + prefix[len(done) :]), prefix
+            if prefix not in names and prefix != path[-1] and uses[prefix] > 1:
+                names[prefix] = f"v{len(names)}"
+                lines.append(f"    {names[prefix]} = {value}")
+                value = names[prefix]
+        results.append(value)
+    scope: dict[str, Any] = {}
+    exec("\n".join([*lines, f"    return ({', '.join(results)},)"]), scope)
+    return scope["gather"]  # type: ignore[no-any-return]
+
+
+def _steps(path: str) -> list[str]:
+    """A path cut before each attribute and each item; as one step where it is anything else."""
+    steps = _STEP.findall(path)
+    return steps if "".join(steps) == path else [path]
 
 
 def _replaced(argument: Any, source: Any) -> Any:

@@ -55,7 +55,7 @@ class LayoutValues:
         kernels: metadata index of a cu_seqlens -> the attention kernel of its segments, which `segments` was made for.
         bounds: metadata index of a cu_seqlens -> the static bounds that `segments` was made for.
         num_segments: most segments among them that belong to the call, the padded tail left out.
-        ready: event recorded after they were computed (CUDA).
+        ready: event recorded after they were computed (CUDA), for those of no bucket.
         stream: handle of the stream they were computed on.
         boundaries: metadata index of a cu_seqlens -> its values, for the unpadded layout alone.
         serial: a number no other values have.
@@ -104,13 +104,14 @@ class LayoutValues:
 
     def wait(self) -> None:
         """Make the current stream see these values, and keep their memory until it is done with them."""
-        if self.ready is None:
+        tensors = (*self.tensors, *self.segments.values())
+        if self.stream is None or not tensors or _torch.raw_stream(tensors[0].device) == self.stream:
             return
-        if _torch.raw_stream(self.ready.device) != self.stream:
-            stream = torch.cuda.current_stream(self.ready.device)
+        stream = torch.cuda.current_stream(tensors[0].device)
+        if self.ready is not None:
             stream.wait_event(self.ready)
-            for tensor in (*self.tensors, *self.segments.values()):
-                tensor.record_stream(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
 
 class LayoutCache:
@@ -268,8 +269,9 @@ class LayoutCache:
                 values.upload(device)
         if device.type == "cuda":
             values.stream = _torch.raw_stream(device)
-            values.ready = torch.cuda.Event()
-            values.ready.record(torch.cuda.current_stream(device))
+            if bucket is None:  # those of buckets are made and used in the order that a tower keeps its streams in
+                values.ready = torch.cuda.Event()
+                values.ready.record(torch.cuda.current_stream(device))
         return values
 
     def _prologue(

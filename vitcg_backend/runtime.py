@@ -19,6 +19,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,6 +136,8 @@ class CompiledTower:
         self._layouts = LayoutCache(body, choice, MAX_BYTES if limit is None else min(MAX_BYTES, limit << 18))
         self.parts = Parts(body, self._layouts)
         self._example = ExampleCall(body, self.parts, positions, example_inputs)
+        more = self._extra or numbers or body.checks or self._layouts.items or self._layouts.other_sizes
+        self._plain = not (more or body.hoisted.reads_state)  # nothing but its layout and its parameters tells calls apart
         self.planner = Planner(options, bound.symbols.unit, self.parts.possible(), tokens_of_image(body), self._fits)
         self.watchers: list[Callable[[CompiledTower, Sequence[Any], Sequence[Any]], None]] = []  # told of each call
         self._captures: OrderedDict[Any, Capture] = OrderedDict()
@@ -187,11 +190,26 @@ class CompiledTower:
             return self._served(args, known, owner)
 
     def _served(self, args: Sequence[Any], known: Known | None, owner: Any) -> list[Any]:
-        grid = self.body.bound.grid
-        layout = None if grid is None else tuple(map(tuple, args[grid].tolist()))  # once: a grid on a GPU is waited for
-        results = self._as_before(args, layout, known, owner)
-        if results is not None:
-            return results
+        bound = self.body.bound
+        layout = None if bound.grid is None else tuple(map(tuple, args[bound.grid].tolist()))  # once: a GPU is waited for
+        place, results = (layout, args[bound.pixels].shape[bound.pixel_axis]), None
+        again = self._again.get(place)
+        if again is not None and self._again_at == self._versions:
+            results = self._by_one_replay(args, known, owner, partial(self._still, place))
+            if results is not None:
+                self.stats.record(again.record)
+                return results
+            ask = self._ask(args, layout)
+        else:
+            ask = self._ask(args, layout)
+            if self._plain and ask.reason is None and len(ask.plan.parts) == 1:
+                try:
+                    results = self._by_one_replay(args, known, owner, partial(self._anew, args, ask))
+                except Misfit as misfit:
+                    ask = ask.because(misfit.reason)
+                if results is not None:
+                    self._record(ask)
+                    return results
         args = list(args) if owner is None else self._states.filled(args, self._gather(owner))
         with self._lock:
             state = self._states.number(self._states.of(args))
@@ -199,7 +217,6 @@ class CompiledTower:
             fits = self._states.fits(state)
         if known is not None and known.number != state:
             raise StateChanged
-        ask = self._ask(args, layout)
         if not fits and ask.reason not in _BY_OPERATORS:
             ask = ask.because("other_parameters")
         if ask.plan.parts:
@@ -214,29 +231,30 @@ class CompiledTower:
             return results
         return self._operators(args) if ask.reason in _BY_OPERATORS else self._uncaptured(args, ask.layout, ask.rows)
 
-    def _as_before(self, args: Sequence[Any], layout: Layout | None, known: Known | None, owner: Any) -> list[Any] | None:
-        """Results of a call whose layout one replay has served before, None where anything is not as it was then.
+    def _by_one_replay(
+        self, args: Sequence[Any], known: Known | None, owner: Any, find: Callable[[int], _Again | None]
+    ) -> list[Any] | None:
+        """Results of the replay that `find` names for the number of the call's parameters, None where it does not serve.
 
         Nothing is looked at before the replay that can be looked at while it runs: small calls wait for the host. Of the
-        parameters that is all but that their memory is there.
+        parameters that is all but that their memory is there, of a layout's values all but that they are made. Whatever is
+        found then, the results are dropped and the call goes by way of all checks.
+
+        Raises:
+            Misfit: the layout is not one for its bucket.
+            StateChanged: as in `serve`.
         """
-        bound = self.body.bound
-        place = layout, args[bound.pixels].shape[bound.pixel_axis]
-        if place not in self._again or _torch.in_forward_ad():
+        if _torch.in_forward_ad():
             return None
         with self._lock, self._order.on(self._device):
-            again = self._again.get(place)  # another thread may have had it dropped, or made anew
-            if again is None:
-                return None
             states, tensors = self._states, None if known is None else known.tensors
             guess = states.guess(owner) if known is None else known.number
             state = guess
             if state is None:
                 tensors = states.of(args) if owner is None else self._gather(owner)
                 state = states.number_at(tensors)
-            if self._again_at != self._versions or again.key[2:] != (state, _torch.numeric_state()):
-                return None
-            if guess is not None and not states.in_memory(guess):
+            again = find(state)
+            if again is None or (guess is not None and not states.in_memory(guess)):
                 return None
             if owner is not None and (again.capture.graph is None or self.body.tail is not None):  # their values are wanted now
                 held = states.held(state) if tensors is None else tensors
@@ -256,9 +274,32 @@ class CompiledTower:
                 return None
             if not states.confirms(state, tensors):
                 return None
+            reason = self._misfit_of(args, again.part, again.values)
+            if reason is not None:
+                raise Misfit(reason, "found by the check of its layout")
             self._captures.move_to_end(again.key)
-        self.stats.record(again.record)
+            self._note_how(again)
         return results
+
+    def _still(self, place: Any, state: int) -> _Again | None:
+        """The way in which a layout was served before, if nothing that it depends on has changed."""
+        again = self._again.get(place)  # another thread may have had it dropped, or made anew
+        same = again is not None and self._again_at == self._versions and again.key[2:] == (state, _torch.numeric_state())
+        return again if same else None
+
+    def _anew(self, args: Sequence[Any], ask: _Ask, state: int) -> _Again | None:
+        """The way in which one capture that is there can serve a call of one part."""
+        (part,) = ask.plan.parts
+        try:
+            values = self._values(args, part)
+        except Exception:  # whatever it is, it comes again by way of all checks
+            return None
+        key = (part.bucket, values.launches, state, _torch.numeric_state())
+        capture = self._captures.get(key)
+        over = self.options.max_frames is not None and values.num_segments > self.options.max_frames
+        if capture is None or over or not self._states.fits(state):
+            return None
+        return _Again(key, capture, part, values, self._call_record(ask))
 
     @property
     def _versions(self) -> tuple[int, ...]:
@@ -369,9 +410,7 @@ class CompiledTower:
     def _replay(self, args: Sequence[Any], part: Part, state: int, borrow: bool = False) -> tuple[list[Any] | None, str | None]:
         """One replay. With `borrow` the results are views of the static outputs."""
         try:
-            # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
-            measure, shared = self.planner.may_capture, self.planner.warms
-            values = self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure, shared=shared)
+            values = self._values(args, part)
         except Misfit as misfit:
             return None, misfit.reason
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
@@ -396,24 +435,26 @@ class CompiledTower:
             self._captures_changed()
             return None, self._refuse(key, "replay_failed", f"{type(error).__name__}: {error}")
         reason = self._misfit_of(args, part, values)  # while the device works
-        if reason is None and not borrow:
-            self._note_how(key, capture, part, values)
+        if reason is None and not borrow and self._plain:
+            record = self._call_record(_Ask(part.layout, part.rows, Plan((part,))))
+            self._note_how(_Again(key, capture, part, values, record))
         return (None, reason) if reason else (results, None)
 
-    def _note_how(self, key: Any, capture: Capture, part: Part, values: LayoutValues) -> None:
-        """The next call of the layout may be served `_as_before`, if nothing else of a call has a say in it."""
-        body, bound = self.body, self.body.bound
-        more = self._layouts.items or self._layouts.other_sizes or body.hoisted.reads_state
-        plain = not (self._extra or bound.numbers or body.checks or more)
-        if not plain or not self.planner.is_final(part.layout, part.rows):
+    def _values(self, args: Sequence[Any], part: Part) -> LayoutValues:
+        # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
+        measure, shared = self.planner.may_capture, self.planner.warms
+        return self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure, shared=shared)
+
+    def _note_how(self, again: _Again) -> None:
+        """The next call of the layout may be served in the same way, if its plan is final."""
+        layout, rows = again.part.layout, again.part.rows
+        place = layout, rows * self.body.bound.pixels_per_row
+        if self._again.get(place) is again or not self.planner.is_final(layout, rows):
             return
         if self._again_at != self._versions or len(self._again) >= _MAX_AGAIN:
             self._again.clear()  # they hold values that may have been dropped
         self._again_at = self._versions
-        layout, rows = part.layout, part.rows
-        record = self._call_record(_Ask(layout, rows, Plan((part,))))
-        place = layout, rows * bound.pixels_per_row
-        self._again[place] = _Again(key, capture, part, values, record)
+        self._again[place] = again
 
     def _misfit_of(self, args: Sequence[Any], part: Part, values: LayoutValues) -> str | None:
         """Why a bucket must not serve a part, found by the check of its layout, which each layout passes once."""

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -57,6 +57,7 @@ class _Set:
         alike: whether so many tensors are laid out as these are.
         owners: weak references to the tensors that came with it last.
         storages: weak references to their memory, None where that is not known.
+        gone: those of memory that is no longer there.
         fits: whether they are of the dtypes, sizes and devices that the pieces were compiled for.
         key: where it is remembered.
     """
@@ -66,6 +67,7 @@ class _Set:
     alike: Callable[..., bool]
     owners: list[weakref.ref[Tensor]]
     storages: list[weakref.ref[Any]] | None = None
+    gone: list[weakref.ref[Any]] = field(default_factory=list)
     fits: bool = True
     key: Any = None
 
@@ -145,7 +147,7 @@ class States:
     def in_memory(self, number: int) -> bool:
         """Whether all of the memory that a number's parameters had is still there: a graph may read it."""
         known = self._find(number)
-        return known.number == number and known.storages is not None and None not in [ref() for ref in known.storages]
+        return known.number == number and known.storages is not None and not known.gone
 
     def number(self, tensors: Sequence[Tensor]) -> int:
         """The number of a call's parameters."""
@@ -209,8 +211,9 @@ class States:
         known = self._known.get(key)
         number = next(self._numbers) if known is None else known.number
         fits = [_kind(tensor) for tensor in tensors] == self._traced_for
-        owners, storages = [weakref.ref(t) for t in tensors], _storages(tensors)
-        known = _Set(number, addresses, _torch.layout_check(tensors), owners, storages, fits, key)
+        gone: list[weakref.ref[Any]] = []
+        owners, storages = [weakref.ref(t) for t in tensors], _storages(tensors, gone)
+        known = _Set(number, addresses, _torch.layout_check(tensors), owners, storages, gone, fits, key)
         self._known[key] = self._at[addresses] = self._last = known
         self._known.move_to_end(key)
         while len(self._known) > MAX_STATES:
@@ -227,10 +230,13 @@ class States:
         return tuple(args[position] for position in self.positions)
 
 
-def _storages(tensors: Sequence[Tensor]) -> list[weakref.ref[Any]] | None:
-    """Weak references to the memory of tensors, each alive as long as any tensor that uses it; None for those without."""
+def _storages(tensors: Sequence[Tensor], gone: list[weakref.ref[Any]]) -> list[weakref.ref[Any]] | None:
+    """Weak references to the memory of tensors, each alive as long as any tensor that uses it; None for those without.
+
+    Each that dies goes into `gone`: to ask hundreds of them in every call would be a tenth of what a small call waits for.
+    """
     try:
-        return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        return [weakref.ref(tensor.untyped_storage(), gone.append) for tensor in tensors]
     except (NotImplementedError, RuntimeError):  # a tensor that has no storage of its own
         return None
 
