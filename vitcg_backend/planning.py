@@ -21,7 +21,7 @@ from .costs import MARGIN, Costs
 from .options import Options
 from .packing import UNBOUNDED, Capacities, Group, pack
 
-__all__ = ["Part", "Plan", "Planner"]
+__all__ = ["REPEATED", "Part", "Plan", "Planner"]
 
 _MAX_PLANS = 1024
 _MAX_SIZES = 4096
