@@ -4,7 +4,7 @@
 
 Each stream runs once untimed, where buckets are captured, all is learnt that is to be learnt of layouts that keep coming, and
 results are checked; then its calls are timed, every variant on a call before the next call, in changing order. Both are cut
-off at a time limit, so that a stream is as long as there is time for. ``--device cpu --depth 2 --tiny`` tries the script itself.
+off at a time limit, so that a stream is as long as there is time for. ``--device cpu --depth 2 --tiny`` tries the script.
 """
 
 from __future__ import annotations

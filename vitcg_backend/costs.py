@@ -22,7 +22,7 @@ __all__ = ["Costs", "seconds", "squares"]
 FIXED_TOKENS = 160.0
 """The fixed part of a replay in tokens, before anything is known: 1.1 ms at 7 us a token (27 layers, 1152 wide, H200)."""
 
-ENOUGH_S = 0.2  # of runs of one kind: a slow tower's first use is not drawn out
+ENOUGH_S = 0.1  # of runs of one kind: a slow tower's first use is not drawn out
 
 MARGIN = 0.03  # the uncaptured path has to be faster by this share: it also keeps the host busy
 
