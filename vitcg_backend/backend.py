@@ -27,6 +27,7 @@ from .options import Options
 from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
 from .passes import Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
+from .passes.take_out_crops import Crops, take_out_crops
 from .runtime import CompiledTower
 
 __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
@@ -81,10 +82,12 @@ def vitcg(
     if refused is not None:
         return _ordinary(gm, example_inputs, parsed, counters, *refused)
     compiled = _cache.compiled
-    plain = _copy(without_grad_modes(quiet))
+    plain, operators = _copy(without_grad_modes(quiet)), _copy(gm)
     try:
+        crops, _ = take_out_crops(plain), take_out_crops(operators)
+        given = example_inputs if crops is None else crops(example_inputs)
         with torch.inference_mode(False):
-            body = compile_body(plain, example_inputs, options=parsed, cache=_cache, dump=dump)
+            body = compile_body(plain, given, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         batching.refuse_batch(error.reason, error.detail)
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
@@ -101,13 +104,12 @@ def vitcg(
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
     batching.note_size()
-    operators = _copy(gm)
     give_tokens(operators)
     calls = body.program.attention
     choice = choose_for(parsed.attention, calls) if calls else None
-    tower = CompiledTower(body, choice, parsed, counters, operators, example_inputs)
+    tower = CompiledTower(body, choice, parsed, counters, operators, given)
     tower.leave_out_parameters()
-    return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm))
+    return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm), crops=crops)
 
 
 def _note_recompiles(counters: Stats) -> None:
@@ -120,17 +122,19 @@ def _note_recompiles(counters: Stats) -> None:
         )
 
 
-def _served_by(callee: CompiledTower | _Ordinary, in_inference_mode: bool = False) -> Callable[..., Any]:
+def _served_by(
+    callee: CompiledTower | _Ordinary, in_inference_mode: bool = False, crops: Crops | None = None
+) -> Callable[..., Any]:
     """A plain function around a callee, which debuggers of Dynamo such as depyf expect; it keeps the callee alive."""
     with _live_lock:
         _live.add(callee)
 
     def vitcg_graph(*args: Any) -> Any:
-        return callee(*args)
+        return callee(*args) if crops is None else callee(*crops(args))
 
     def vitcg_graph_in_inference_mode(*args: Any) -> Any:
         with torch.inference_mode():
-            return callee(*args)
+            return vitcg_graph(*args)
 
     return vitcg_graph_in_inference_mode if in_inference_mode else vitcg_graph
 
