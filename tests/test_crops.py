@@ -129,6 +129,38 @@ def test_attention_weights_are_eagers() -> None:
     assert_same(compiled, tower, pixels, sizes)
 
 
+@pytest.mark.towers
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.skipif(OLD, reason="leaves autocast"))])
+def test_half_precision(autocast: bool) -> None:
+    """Images of another dtype than the tower's, and autocast: hits within the error budget."""
+    tower = make() if autocast else make(dtype=torch.bfloat16)
+    compiled = compile_tower(tower)
+    for step, count in enumerate((2, 1, 3)):
+        pixels, sizes = images(count, seed=step)
+        with torch.no_grad():
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                output, expected = compiled(pixels, image_sizes=sizes), tower(pixels, image_sizes=sizes)
+            testing.assert_within_budget(output, expected, testing.reference_float64(tower, pixels, image_sizes=sizes))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.hits) == (1, 3), (seen.fallbacks, seen.refusals)
+
+
+def test_attention_that_takes_no_segments_is_not_packed() -> None:
+    """An attention that drops its segments on the way would see across images: nothing is lowered then, and the call is right."""
+    tower = make(attention="eager")
+    attention = tower.transformer.layers[0].attention
+
+    class Dropping(type(attention)):
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, position_embeddings: Any = None, **kwargs: Any):
+            return super().forward(hidden_states, attention_mask, position_embeddings)
+
+    attention.__class__ = Dropping
+    compiled = compile_tower(tower)
+    for step in range(2):
+        assert_same(compiled, tower, *images(3, seed=step))
+    assert vitcg_backend.stats(tower).hits == 0
+
+
 SIZES = {
     "larger than the batch": [(100, 100), (20, 40)],
     "without a patch": [(3, 32), (32, 32), (32, 0)],

@@ -232,6 +232,15 @@ def _in_packed_branch() -> bool:
 
 
 @torch._dynamo.assume_constant_result
+def _in_form() -> bool:
+    """Whether the code that calls attention is called by the packed form of a forward, whose rows are those of all images."""
+    caller, forms = _torch.current_trace().output.current_tx, {form.packed.__code__ for form in FORMS.values()}
+    while caller is not None and caller.f_code not in forms:
+        caller = caller.parent
+    return caller is not None
+
+
+@torch._dynamo.assume_constant_result
 def _attends_here_constant(implementation: str | None) -> bool:
     return _attends_here(implementation)
 
@@ -291,8 +300,8 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None and _active() and has_batch():
             torch._check(query.shape[0] >= 1)
-        if cu_seqlens is None and _active() and _in_packed_branch():
-            _refuse_constant("an attention without segments where the tower's rows are packed")
+        if cu_seqlens is None and _active() and _in_form():
+            _refuse_constant("an attention without segments in the packed form of a forward")
         if cu_seqlens is None or not _active():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         if not has_own_packed_branch and not _in_packed_branch():
