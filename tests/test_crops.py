@@ -161,6 +161,27 @@ def test_attention_that_takes_no_segments_is_not_packed() -> None:
     assert vitcg_backend.stats(tower).hits == 0
 
 
+def test_attention_of_another_kind_is_not_packed() -> None:
+    """An attention by hand has no use for segments: the proof finds that rows meet, and the call is right."""
+    tower = make()
+    attention = tower.transformer.layers[0].attention
+
+    class Masked(type(attention)):
+        def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any):
+            q, k, v = (p(hidden_states).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+            scores = q @ k.transpose(-1, -2) * self.scaling
+            scores = scores if attention_mask is None else scores + attention_mask
+            return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+    attention.__class__ = Masked
+    compiled = compile_tower(tower)
+    for step in range(2):
+        assert_same(compiled, tower, *images(3, seed=step))
+    seen = vitcg_backend.stats(tower)
+    assert seen.hits == 0
+    assert seen.refusals
+
+
 SIZES = {
     "larger than the batch": [(100, 100), (20, 40)],
     "without a patch": [(3, 32), (32, 32), (32, 0)],

@@ -20,9 +20,10 @@ from torch import Tensor, fx
 from . import _dynamo_call, _torch, batching, lowering
 from .attention import choose_for
 from .counters import CallRecord, Stats, combine
+from .crops import CROPS
 from .debug import Dump
 from .errors import Refused, VitcgError
-from .marking import steps_taken
+from .marking import refuse_in_backend, steps_taken
 from .options import Options
 from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
 from .passes import Ineligible, PieceCache, compile_body, give_tokens
@@ -90,6 +91,7 @@ def vitcg(
             body = compile_body(plain, given, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         batching.refuse_batch(error.reason, error.detail)
+        _refuse_unproved_form(gm, error.reason, error.detail)
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:
         raise
@@ -100,6 +102,7 @@ def vitcg(
     counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
     if body.refusal is not None:
         batching.refuse_batch(body.refusal.reason, body.refusal.detail)
+        _refuse_unproved_form(gm, body.refusal.reason, body.refusal.detail)
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
@@ -110,6 +113,12 @@ def vitcg(
     tower = CompiledTower(body, choice, parsed, counters, operators, given)
     tower.leave_out_parameters()
     return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm), crops=crops)
+
+
+def _refuse_unproved_form(gm: fx.GraphModule, reason: str, detail: str) -> None:
+    """The packed form of a forward is right where rows meet in attention over segments alone, which is what was not proved."""
+    if any(node.target in CROPS for node in gm.graph.nodes):
+        refuse_in_backend(f"{reason}: {detail}")
 
 
 def _note_recompiles(counters: Stats) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "mark_padded_images",
     "note_step",
     "refuse",
+    "refuse_in_backend",
     "reject_as_eager",
     "steps_taken",
 ]
@@ -53,6 +54,21 @@ def refuse(reason: str) -> None:
     trace = _torch.current_trace()
     trace.speculation_log._vitcg_refused = reason
     _restart(trace, reason)
+
+
+def refuse_in_backend(reason: str) -> None:
+    """The same, from inside the backend.
+
+    Raises:
+        BackendRestart: always.
+    """
+    log.info("vitcg does not lower this compile: %s", reason)
+    trace = _torch.current_trace()
+    trace.speculation_log._vitcg_refused = reason
+    for tensor in inputs_of(trace):
+        _torch.clear_dynamic_marks(tensor)
+    trace.speculation_log.clear()
+    raise _torch.BackendRestart(reason)
 
 
 def mark_inputs() -> None:
