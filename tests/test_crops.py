@@ -146,7 +146,7 @@ def test_half_precision(autocast: bool) -> None:
 
 
 def test_attention_that_takes_no_segments_is_not_packed() -> None:
-    """An attention that drops its segments on the way would see across images: nothing is lowered then, and the call is right."""
+    """An attention that drops its segments on the way would see across images: nothing is lowered then, all is right."""
     tower = make(attention="eager")
     attention = tower.transformer.layers[0].attention
 

@@ -3,6 +3,7 @@
 ::
 
     graph ─▶ gradients wanted?            ─▶ ordinary compile (right gradients, no capture)
+          ─▶ crops of padded images?      ─▶ they run in front of what follows (passes/take_out_crops.py)
           ─▶ passes (passes/__init__.py)  ─▶ CompiledTower (runtime.py)
           └▶ cannot be taken apart        ─▶ ordinary compile, with a reason that is counted
 """

@@ -118,6 +118,8 @@ def mark_padded_images(patch: int) -> None:
         Exception: no image, or none as large as a patch: what eager raises.
     """
     trace = _torch.current_trace()
+    if trace is None:  # nothing is traced
+        return
     _step_back_on_failure(trace)
     tensors = inputs_of(trace)
     if not all(map(_torch.has_values, tensors)):
