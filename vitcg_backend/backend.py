@@ -99,6 +99,7 @@ def vitcg(
     except Exception as error:  # a fault of ours must not cost the caller more than speed
         log.warning("vitcg could not compile a graph and takes the ordinary path", exc_info=True)
         batching.refuse_batch("internal_error", f"{type(error).__name__}: {error}")
+        _refuse_unproved_form(gm, "internal_error", f"{type(error).__name__}: {error}")
         return _ordinary(gm, example_inputs, parsed, counters, "internal_error", f"{type(error).__name__}: {error}")
     counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
     if body.refusal is not None:
