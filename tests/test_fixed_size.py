@@ -297,16 +297,26 @@ def test_refused(name: str) -> None:
     assert all(seen.refusals[name] for name in seen.fallbacks)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "swin_tiny_patch4_window7_224"])
+TIMM = {  # name -> image size and sizes of a smaller tower
+    "vit_tiny_patch16_224": (32, {"depth": 2}),  # a class token
+    "vit_small_patch14_reg4_dinov2": (28, {"depth": 2}),  # registers, layer scale
+    "vit_base_patch16_siglip_224": (32, {"depth": 2}),  # pooled by attention
+    "vit_base_patch16_clip_224": (32, {"depth": 2}),  # a norm before the blocks
+    "swin_tiny_patch4_window7_224": (56, {"depths": (1, 1, 1, 1)}),  # windows
+    "eva02_tiny_patch14_224": (28, {"depth": 2}),  # rotary positions, SwiGLU
+    "beit_base_patch16_224": (32, {"depth": 2}),  # a bias for relative positions
+    "deit3_small_patch16_224": (32, {"depth": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
 def test_vits_of_timm(name: str) -> None:
-    """ViTs of timm, with registers and with shifted windows, too: one trace, every batch a hit, equal to eager."""
+    """ViTs of timm that people use: one trace, every batch a hit, equal to eager."""
     try:
         import timm
     except (ImportError, RuntimeError) as error:  # the latter from a torchvision that was built for another torch
         pytest.skip(f"timm does not import: it needs a torchvision built for this torch, CPU or CUDA alike ({error})")
-    size, few = (
-        (28, {"depth": 2}) if "patch14" in name else (56, {"depths": (1, 1, 1, 1)}) if "swin" in name else (32, {"depth": 2})
-    )
+    size, few = TIMM[name]
     torch.manual_seed(0)
     tower = timm.create_model(name, num_classes=0, img_size=size, **few).eval().to(DEVICE)
     compiled = compile_tower(tower)

@@ -338,6 +338,63 @@ def test_llama4_fifty_prompts_compile_once() -> None:
     assert seen.captures <= 7
 
 
+def make_llava() -> nn.Module:
+    """A tiny Llava with a Pixtral tower, with seeded random weights, in eval mode."""
+    transformers = pytest.importorskip("transformers")
+    vision = transformers.PixtralVisionConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, patch_size=4, image_size=64
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.MistralConfig(**TEXT, head_dim=8),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    torch.manual_seed(0)
+    model: nn.Module = transformers.LlavaForConditionalGeneration._from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return model.eval()
+
+
+def padded_images(sizes: list[tuple[int, int]], seed: int = 0) -> dict[str, Tensor]:
+    """A prompt with images of (height, width) in pixels, padded to the largest of each."""
+    words, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    ids = [1, words.randrange(2, 80)]
+    pixels = torch.zeros(len(sizes), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for image, (height, width) in zip(pixels, sizes, strict=True):
+        image[:, :height, :width] = torch.randn(3, height, width, generator=noise)
+        ids.extend([START, *[IMAGE] * (height // 4 * (width // 4)), END, words.randrange(2, 80)])
+    return {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+        "pixel_values": pixels,
+        "image_sizes": torch.tensor(sizes),
+    }
+
+
+@pytest.mark.towers
+def test_llava_with_pixtral_generates_eagers_tokens() -> None:
+    """Prompts with one and several images of different sizes: eager's token ids from buckets of the tower."""
+    model = make_llava()
+    prompts = [
+        padded_images(sizes, seed)
+        for seed, sizes in enumerate([[(32, 24)], [(16, 40), (32, 32)], [(24, 24), (20, 36), (8, 64)], [(64, 48)]])
+    ]
+    expected = [generate(model, p) for p in prompts]
+    assert len({tuple(e[-6:]) for e in expected}) > 1
+    tower = model.model.vision_tower
+    tower.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        assert [generate(model, prompts[i]) for i in order] == [expected[i] for i in order]
+    seen = vitcg_backend.stats(tower)
+    assert (seen.calls, seen.hits) == (8, 8), (seen.fallbacks, seen.refusals)
+    assert seen.graphs <= 2  # transformers puts its hooks for hidden states in during the first call, behind a lock
+
+
 def test_photographs_and_a_clip_give_eagers_tokens() -> None:
     """Real photographs and a clip of one, through transformers' own processor, in one prompt."""
     pytest.importorskip("skimage")

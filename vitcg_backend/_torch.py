@@ -56,6 +56,7 @@ __all__ = [
     "current_trace",
     "divisions",
     "dynamo_goes_on",
+    "eager_error",
     "eager_rejects",
     "enable_python_dispatcher",
     "end_failed_capture",
@@ -74,6 +75,7 @@ __all__ = [
     "layout_check",
     "leaves_traces",
     "mark_batch",
+    "mark_padded_images",
     "mark_rows",
     "new_size",
     "numeric_state",
@@ -176,7 +178,12 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
 
 
 def eager_rejects(root: Any) -> bool:
-    """Whether the frame that `root` translates raises without any tracer, run with the arguments that it was called with.
+    """Whether the frame that `root` translates raises without any tracer, see `eager_error`."""
+    return eager_error(root) is not None
+
+
+def eager_error(root: Any) -> Exception | None:
+    """What the frame that `root` translates raises without any tracer, run with the arguments that it was called with.
 
     Source: an `InstructionTranslator` keeps code, globals, arguments and closure of its frame
     (torch/_dynamo/symbolic_convert.py); what it calls is not traced, as nothing is during a compile.
@@ -197,8 +204,8 @@ def eager_rejects(root: Any) -> bool:
             function(*positional, **keywords)
     except Exception as error:
         log.debug("eager rejects the call: %s: %s", type(error).__name__, error)
-        return True
-    return False
+        return error
+    return None
 
 
 def dynamo_goes_on(trace: Any, error: BaseException) -> bool:
@@ -338,6 +345,16 @@ def mark_rows(tensor: Tensor, axis: int, *, unbacked: bool) -> None:
     _note_marked(tensor)
     # `torch._dynamo.mark_static` would act on the running trace instead: this is the attribute that it sets outside one.
     tensor._dynamo_static_indices = set(range(tensor.dim())) - {axis}  # type: ignore[attr-defined]
+
+
+def mark_padded_images(tensor: Tensor) -> None:
+    """Make every axis of a real batch of images but that of the channels unknown in the next trace.
+
+    Without hints two sizes that are equal in the first call are not taken for one (``duck_shape``, symbolic_shapes.py).
+    """
+    torch._dynamo.decorators.mark_unbacked(tensor, [axis for axis in range(tensor.dim()) if axis != 1])
+    _note_marked(tensor)
+    tensor._dynamo_static_indices = {1}  # type: ignore[attr-defined]  # as in `mark_rows`
 
 
 _marked: list[Tensor] = []  # by the running compile: Dynamo compiles one frame at a time (`compile_lock`, convert_frame.py)

@@ -3,6 +3,7 @@
 ::
 
     graph ─▶ gradients wanted?            ─▶ ordinary compile (right gradients, no capture)
+          ─▶ crops of padded images?      ─▶ they run in front of what follows (passes/take_out_crops.py)
           ─▶ passes (passes/__init__.py)  ─▶ CompiledTower (runtime.py)
           └▶ cannot be taken apart        ─▶ ordinary compile, with a reason that is counted
 """
@@ -20,13 +21,15 @@ from torch import Tensor, fx
 from . import _dynamo_call, _torch, batching, lowering
 from .attention import choose_for
 from .counters import CallRecord, Stats, combine
+from .crops import CROPS
 from .debug import Dump
 from .errors import Refused, VitcgError
-from .marking import steps_taken
+from .marking import refuse_in_backend, steps_taken
 from .options import Options
 from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
 from .passes import Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
+from .passes.take_out_crops import Crops, take_out_crops
 from .runtime import CompiledTower
 
 __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
@@ -81,33 +84,43 @@ def vitcg(
     if refused is not None:
         return _ordinary(gm, example_inputs, parsed, counters, *refused)
     compiled = _cache.compiled
-    plain = _copy(without_grad_modes(quiet))
+    plain, operators = _copy(without_grad_modes(quiet)), _copy(gm)
     try:
+        crops, _ = take_out_crops(plain), take_out_crops(operators)
+        given = example_inputs if crops is None else crops(example_inputs)
         with torch.inference_mode(False):
-            body = compile_body(plain, example_inputs, options=parsed, cache=_cache, dump=dump)
+            body = compile_body(plain, given, options=parsed, cache=_cache, dump=dump)
     except Ineligible as error:
         batching.refuse_batch(error.reason, error.detail)
+        _refuse_unproved_form(gm, error.reason, error.detail)
         return _ordinary(gm, example_inputs, parsed, counters, error.reason, error.detail)
     except VitcgError:
         raise
     except Exception as error:  # a fault of ours must not cost the caller more than speed
         log.warning("vitcg could not compile a graph and takes the ordinary path", exc_info=True)
         batching.refuse_batch("internal_error", f"{type(error).__name__}: {error}")
+        _refuse_unproved_form(gm, "internal_error", f"{type(error).__name__}: {error}")
         return _ordinary(gm, example_inputs, parsed, counters, "internal_error", f"{type(error).__name__}: {error}")
     counters.pieces, counters.unique_pieces = sum(p.uses for p in body.program.pieces), _cache.compiled - compiled
     if body.refusal is not None:
         batching.refuse_batch(body.refusal.reason, body.refusal.detail)
+        _refuse_unproved_form(gm, body.refusal.reason, body.refusal.detail)
         counters.refusals[body.refusal.reason] = body.refusal.detail
         if parsed.strict:
             raise Refused(body.refusal.reason, body.refusal.detail)
     batching.note_size()
-    operators = _copy(gm)
     give_tokens(operators)
     calls = body.program.attention
     choice = choose_for(parsed.attention, calls) if calls else None
-    tower = CompiledTower(body, choice, parsed, counters, operators, example_inputs)
+    tower = CompiledTower(body, choice, parsed, counters, operators, given)
     tower.leave_out_parameters()
-    return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm))
+    return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm), crops=crops)
+
+
+def _refuse_unproved_form(gm: fx.GraphModule, reason: str, detail: str) -> None:
+    """The packed form of a forward is right where rows meet in attention over segments alone, which is what was not proved."""
+    if any(node.target in CROPS for node in gm.graph.nodes):
+        refuse_in_backend(f"{reason}: {detail}")
 
 
 def _note_recompiles(counters: Stats) -> None:
@@ -120,17 +133,19 @@ def _note_recompiles(counters: Stats) -> None:
         )
 
 
-def _served_by(callee: CompiledTower | _Ordinary, in_inference_mode: bool = False) -> Callable[..., Any]:
+def _served_by(
+    callee: CompiledTower | _Ordinary, in_inference_mode: bool = False, crops: Crops | None = None
+) -> Callable[..., Any]:
     """A plain function around a callee, which debuggers of Dynamo such as depyf expect; it keeps the callee alive."""
     with _live_lock:
         _live.add(callee)
 
     def vitcg_graph(*args: Any) -> Any:
-        return callee(*args)
+        return callee(*args) if crops is None else callee(*crops(args))
 
     def vitcg_graph_in_inference_mode(*args: Any) -> Any:
         with torch.inference_mode():
-            return callee(*args)
+            return vitcg_graph(*args)
 
     return vitcg_graph_in_inference_mode if in_inference_mode else vitcg_graph
 

@@ -29,9 +29,11 @@ import torch
 
 from . import _torch
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
+from .crops import image_boundaries, image_positions
 from .image_lowering import has_batch, make_check
 from .marking import is_refused, refuse
 from .metadata_lowering import GRID_NAMES, grid_parameter, is_metadata, make_metadata, untouched
+from .packed_forwards import FORMS, forward_of, make_packed
 
 __all__ = ["import_metadata_functions", "install", "lowered_functions", "register_lowering"]
 
@@ -66,8 +68,11 @@ def install() -> bool:
             _substitute(getattr(utilities, "is_flash_attention_requested", None), _make_flash_requested)
         imports = sys.modules.get("transformers.utils.import_utils")
         _substitute(getattr(imports, "torch_compilable_check", None), functools.partial(make_check, active=_active))
+        _substitute(getattr(imports, "is_torchdynamo_compiling", None), _make_entry)
         for function in _attention_functions().values():
             _substitute(function, _make_attention)
+        for function in (image_boundaries, image_positions):
+            _substitute(function, _metadata)
         _scanned = len(sys.modules)
         return len(_lowered) > before
 
@@ -89,6 +94,10 @@ def _install_module(module: types.ModuleType) -> None:
             _substitute(function, _metadata)
         elif name == "eager_attention_forward":
             _substitute(function, _make_attention)
+    form = FORMS.get(module.__name__)
+    if form is not None:
+        make = functools.partial(make_packed, active=_active, module=module, form=form)
+        _substitute(forward_of(module, form.tower), make)
 
 
 def _functions(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
@@ -223,6 +232,15 @@ def _in_packed_branch() -> bool:
 
 
 @torch._dynamo.assume_constant_result
+def _in_form() -> bool:
+    """Whether the code that calls attention is called by the packed form of a forward, whose rows are those of all images."""
+    caller, forms = _torch.current_trace().output.current_tx, {form.packed.__code__ for form in FORMS.values()}
+    while caller is not None and caller.f_code not in forms:
+        caller = caller.parent
+    return caller is not None
+
+
+@torch._dynamo.assume_constant_result
 def _attends_here_constant(implementation: str | None) -> bool:
     return _attends_here(implementation)
 
@@ -235,6 +253,20 @@ def _attends_here(implementation: str | None) -> bool:
 
 
 # --- the substitutes, inlined by Dynamo -----------------------------------------------------------------------------
+
+
+def _make_entry(original: types.FunctionType) -> Callable[..., Any]:
+    """The substitute of `is_torchdynamo_compiling`, which decorated forwards ask first of all (`capture_outputs`).
+
+    So a forward that is lowered itself is found, however late its file was imported.
+    """
+    copy = untouched(original)
+
+    def lowered() -> Any:
+        _active()
+        return copy()
+
+    return lowered
 
 
 def _make_max_seqlen(original: types.FunctionType) -> Callable[..., Any]:
@@ -268,6 +300,8 @@ def _make_attention(original: types.FunctionType) -> Callable[..., Any]:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None and _active() and has_batch():
             torch._check(query.shape[0] >= 1)
+        if cu_seqlens is None and _active() and _in_form():
+            _refuse_constant("an attention without segments in the packed form of a forward")
         if cu_seqlens is None or not _active():
             return copy(module, query, key, value, attention_mask, *args, **kwargs)
         if not has_own_packed_branch and not _in_packed_branch():

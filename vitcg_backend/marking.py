@@ -23,7 +23,18 @@ from torch import Tensor
 from . import _torch
 from .options import Options
 
-__all__ = ["inputs_of", "is_grid", "is_refused", "mark_inputs", "refuse", "steps_taken"]
+__all__ = [
+    "inputs_of",
+    "is_grid",
+    "is_refused",
+    "mark_inputs",
+    "mark_padded_images",
+    "note_step",
+    "refuse",
+    "refuse_in_backend",
+    "reject_as_eager",
+    "steps_taken",
+]
 
 log = _torch.log
 
@@ -43,6 +54,21 @@ def refuse(reason: str) -> None:
     trace = _torch.current_trace()
     trace.speculation_log._vitcg_refused = reason
     _restart(trace, reason)
+
+
+def refuse_in_backend(reason: str) -> None:
+    """The same, from inside the backend.
+
+    Raises:
+        BackendRestart: always.
+    """
+    log.info("vitcg does not lower this compile: %s", reason)
+    trace = _torch.current_trace()
+    trace.speculation_log._vitcg_refused = reason
+    for tensor in inputs_of(trace):
+        _torch.clear_dynamic_marks(tensor)
+    trace.speculation_log.clear()
+    raise _torch.BackendRestart(reason)
 
 
 def mark_inputs() -> None:
@@ -80,6 +106,57 @@ def mark_inputs() -> None:
     raise _torch.TraceRestart("vitcg: the rows of the pixels and of the grid are dynamic")
 
 
+@torch._dynamo.assume_constant_result
+def mark_padded_images(patch: int) -> None:
+    """Mark a batch of padded images, and the rows of their sizes: all of these are unknown, so that all calls share one graph.
+
+    Args:
+        patch: side of a patch in pixels.
+
+    Raises:
+        TraceRestart: something was marked that the running trace has seen unmarked.
+        Exception: no image, or none as large as a patch: what eager raises.
+    """
+    trace = _torch.current_trace()
+    if trace is None:  # nothing is traced
+        return
+    _step_back_on_failure(trace)
+    tensors = inputs_of(trace)
+    if not all(map(_torch.has_values, tensors)):
+        refuse("the call is itself being traced, on tensors without values")
+    trace.speculation_log._vitcg_rows = True  # rows are patches: `batching.py` keeps off
+    pixels = next((t for t in tensors if t.is_floating_point() and t.dim() == 4), None)
+    sizes = next((t for t in tensors if is_grid(t)), None)
+    if any(t is not None and len(t) == 0 for t in (pixels, sizes)) or (pixels is not None and min(pixels.shape[2:]) < patch):
+        reject_as_eager()
+        refuse("no image as large as a patch: the tower's own code answers it")
+    if pixels is None or any(map(_torch.is_marked, tensors)):
+        return
+    _torch.mark_padded_images(pixels)
+    if sizes is not None:
+        _torch.mark_rows(sizes, 0, unbacked=True)
+    trace.speculation_log.clear()
+    raise _torch.TraceRestart("vitcg: the sizes of padded images are dynamic")
+
+
+@torch._dynamo.assume_constant_result
+def reject_as_eager() -> None:
+    """Raise what eager raises for the call that is traced, if it does: a graph of it would answer good calls, too.
+
+    What follows a graph break is not run once more: it may add to what the part before it has made.
+    """
+    trace = _torch.current_trace()
+    error = None if _torch.is_resumed(trace) else _torch.eager_error(_torch.root_of(trace))
+    if error is not None:
+        raise error
+
+
+def note_step(reason: str, text: str) -> None:
+    """Note why the running compile is traced as it is, for `steps_taken`."""
+    steps = _torch.current_trace().speculation_log
+    steps._vitcg_notes = {**getattr(steps, "_vitcg_notes", {}), reason: text}
+
+
 def _inner(trace: Any) -> Any:
     """The option `inner` of the running compile, which `torch.compile` keeps around the backend."""
     compiler = trace.output.compiler_fn
@@ -93,7 +170,8 @@ def steps_taken() -> dict[str, str]:
     trace = _torch.current_trace()
     steps = {"host_loop": "_vitcg_backed", "not_lowered": "_vitcg_refused"}
     found = {reason: getattr(trace.speculation_log, name, None) for reason, name in steps.items()} if trace else {}
-    return {reason: text for reason, text in found.items() if text}
+    notes = getattr(trace.speculation_log, "_vitcg_notes", {}) if trace else {}
+    return {**{reason: text for reason, text in found.items() if text}, **notes}
 
 
 def _token_axis(tensor: Tensor, total: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +63,8 @@ def warmup(
 
     Args:
         tower: the result of ``torch.compile(tower, backend="vitcg")``, or a tower after ``tower.compile(backend="vitcg")``;
-            it takes ``(pixels, grid_thw=...)``, or one image a row and no grid.
+            it takes ``(pixels, grid_thw=...)``, padded images as ``(pixel_values, image_sizes=...)``, or one image a row and
+            no grid.
         grids: the calls to expect, each a list of ``(frames, height, width)`` in patches.
         sizes: output tokens instead, each as one picture, or numbers of images; ``None`` for both = every budget of the ladder.
         progress: called with one line of text after each step; by default a bar on stderr if that is a terminal.
@@ -112,8 +114,10 @@ class _Step:
 
 def _grid_steps(tower: nn.Module, eager: nn.Module, grids: Iterable[Grid] | None, sizes: Iterable[int] | None) -> list[_Step]:
     """The calls of a tower with a grid, which is compiled by the smallest of them."""
-    merge = _merge(eager)
+    merge = 1 if _takes_padded_images(eager) else _merge(eager)
     layouts = [_layout(grid, merge) for grid in grids] if grids is not None else None
+    if _takes_padded_images(eager) and any(frames != 1 for layout in layouts or () for frames, _, _ in layout):
+        raise OptionError(f"warmup: {type(eager).__name__} takes images: expected 1 frame, height and width for each.")
     if sizes is not None:
         layouts = [picture(_size(size, "output tokens"), merge) for size in sizes]
     # Compiles. A call of one token would be a graph of its own: Dynamo takes sizes of 1 for constants.
@@ -186,6 +190,11 @@ def _merge(tower: nn.Module) -> int:
     return merge
 
 
+def _takes_padded_images(tower: nn.Module) -> bool:
+    """Whether a tower takes images padded to one size and the size of each (`crops.py`)."""
+    return list(inspect.signature(tower.forward).parameters)[:2] == ["pixel_values", "image_sizes"]
+
+
 def _layout(grid: Grid, merge: int) -> Layout:
     rows: Any = [grid] if grid and isinstance(grid[0], int) else grid
     layout = tuple(tuple(row) for row in rows)
@@ -208,6 +217,12 @@ def _call(tower: nn.Module, eager: nn.Module, layout: Layout) -> None:
     config: Any = eager.config
     weight = next(eager.parameters())
     channels = config.in_channels if hasattr(config, "in_channels") else config.num_channels
+    if _takes_padded_images(eager):
+        sizes = torch.tensor([(h, w) for _, h, w in layout], device=weight.device) * config.patch_size
+        largest = [max(sides) * config.patch_size for sides in zip(*layout, strict=True)][1:]
+        images = torch.zeros(len(layout), channels, *largest, dtype=weight.dtype, device=weight.device)
+        tower(images, image_sizes=sizes)
+        return
     width = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
     pixels = torch.zeros(num_patches(layout), width, dtype=weight.dtype, device=weight.device)
     tower(pixels, grid_thw=torch.tensor(layout, dtype=torch.int64, device=weight.device))

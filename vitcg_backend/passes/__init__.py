@@ -1,8 +1,8 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
 On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`,
-`prologue_by_frame`, `cut_tail`, `split_at_attention`. On each unique piece, at ATen level: the trace, `prove_padding`, the
-rewrites, Inductor.
+`prologue_by_frame`, `cut_tail`, `split_at_attention`; before all of them, in `backend.py`, `take_out_crops`. On each unique
+piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from .. import _torch
 from ..ops import METADATA
 from .graph import Ineligible, Role, Symbols, source_line, where
 
-__all__ = ["METADATA_TARGETS", "Bound", "bind_tokens", "give_tokens"]
+__all__ = ["METADATA_TARGETS", "Bound", "bind_tokens", "erase_asserts", "give_tokens", "role_of"]
 
 METADATA_TARGETS = (METADATA, torch.ops.vitcg.metadata)
 _ASSERTS = {torch.ops.aten._assert_scalar.default, torch._check, torch.sym_constrain_range_for_size}
@@ -97,7 +97,7 @@ def bind_tokens(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> Bound
     metadata = _metadata_nodes(gm)
     grid = _grid_input(placeholders, metadata)
     for node in placeholders:
-        node.meta["role"] = Role.GRID if node is grid else _role(node)
+        node.meta["role"] = Role.GRID if node is grid else role_of(node)
         if grid is not None and node.meta["role"] == Role.EXTRA and _belongs_to_items(node, grid):
             node.meta["role"] = Role.ITEMS
     pixels, axis, size = _pixel_input(placeholders)
@@ -175,7 +175,7 @@ def give_tokens(gm: fx.GraphModule, default: fx.Node | None = None, width: int =
         node.args = (*node.args, tokens)
         bindings = node.meta.get("unbacked_bindings") or {}
         node.meta["unbacked_bindings"] = {s: path for s, path in bindings.items() if _is_unknown(node, s)}
-    _erase_asserts(gm)
+    erase_asserts(gm)
     gm.recompile()
 
 
@@ -237,7 +237,7 @@ def _specialise_numbers(
                 item.replace_all_uses_with(constant)  # type: ignore[arg-type]  # a number in place of a node
                 gm.graph.erase_node(item)
             numbers.append((position, constant))
-        elif str(fake) not in shown and _hint(fake) is not None:
+        elif node.users and str(fake) not in shown and _hint(fake) is not None:
             node.replace_all_uses_with(_hint(fake))  # type: ignore[arg-type]
             numbers.append((position, _hint(fake)))
     return numbers
@@ -254,7 +254,8 @@ def _source_name(node: fx.Node) -> str:
     return name() if callable(name) else str(name)  # a method until torch 2.11, an attribute since
 
 
-def _role(node: fx.Node) -> str:
+def role_of(node: fx.Node) -> str:
+    """What an input holds, as far as it tells by itself."""
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor):
         return Role.SIZE
@@ -339,7 +340,8 @@ def _unit(gm: fx.GraphModule, metadata: list[fx.Node], size: torch.SymInt) -> in
     return unit
 
 
-def _erase_asserts(gm: fx.GraphModule) -> None:
+def erase_asserts(gm: fx.GraphModule) -> None:
+    """Erase what a trace asserts of sizes, and the arithmetic that only this uses, in place."""
     for node in reversed(list(gm.graph.nodes)):
         if node.op != "call_function":
             continue
