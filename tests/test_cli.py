@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import vitcg_backend
 from vitcg_backend.cli import main
 from vitcg_backend.cli.demo import make_calls
 from vitcg_backend.cli.photos import bundled_photographs, load_photographs, make_clip
@@ -101,6 +102,12 @@ def test_wrong_argument_is_one_line_and_exit_code_2(capsys, arguments, expected)
 def test_no_command_is_one_line_and_exit_code_2(capsys):
     """Without a command the line says that one is missing."""
     assert "COMMAND" in fails(capsys)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"vitcg-backend {vitcg_backend.__version__}\n"
 
 
 def test_missing_scikit_image_is_one_line_and_exit_code_2(capsys, monkeypatch):

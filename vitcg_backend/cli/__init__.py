@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import __version__
 from . import demo, families, plan
 from .errors import UserError
 
@@ -31,6 +32,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command."""
     parser = _Parser(prog=PROGRAM, description="Vision towers from CUDA graphs: torch.compile(tower, backend='vitcg').")
+    parser.add_argument("--version", action="version", version=f"vitcg-backend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
