@@ -59,6 +59,10 @@ class _Kept(dict):
 
 _KEPT = _Kept()
 
+# Dynamo keeps what operations on fakes gave for the layers to come. A tower of one or two blocks has few, and filling that cache
+# takes as long as the operations: only the tests that have every family in them trace with it.
+_AS_USERS_TRACE = {"test_families", "test_whole_models", "test_repeats"}
+
 
 @pytest.fixture
 def own_pieces(fresh_dynamo, monkeypatch):
@@ -67,12 +71,14 @@ def own_pieces(fresh_dynamo, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(monkeypatch):
+def fresh_dynamo(monkeypatch, request):
     """No test sees what another traced or captured; `torch._dynamo.reset()` also calls the backend's own reset.
 
     Pieces are shared by all towers of a process that have equal ones, so the tests of a process share them, too.
     """
     monkeypatch.setattr(backend._cache, "pieces", _KEPT)
+    if request.module.__name__ not in _AS_USERS_TRACE:
+        monkeypatch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -562,7 +562,7 @@ def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
     Source: `aot_dispatch_base_graph` (torch/_functorch/_aot_autograd/graph_capture.py, 2.13; before that
     dispatch_and_compile_graph.py) calls `make_fx` (torch/fx/experimental/proxy_tensor.py) in the same way.
     """
-    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad():
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad(), uncached_fakes(mode):
         aten = _trace_pure(gm, fakes, mode) or _trace_functional(gm, fakes)
     for node in aten.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
