@@ -59,8 +59,8 @@ class _Kept(dict):
 
 _KEPT = _Kept()
 
-# Dynamo keeps what operations on fakes gave for the layers to come. A tower of one or two blocks has few, and filling that cache
-# takes as long as the operations: only the tests that have every family in them trace with it.
+# Dynamo keeps what operations on fakes gave, for the layers to come. A tower of one or two blocks has few, and to fill that cache
+# takes as long as the operations: only the tests that meet every family trace with it.
 _AS_USERS_TRACE = {"test_families", "test_whole_models", "test_repeats"}
 
 
