@@ -59,7 +59,7 @@ class _Kept(dict):
 
 _KEPT = _Kept()
 
-# Dynamo keeps what operations on fakes gave, for the layers to come. A tower of one or two blocks has few, and to fill that cache
+# Dynamo keeps what operations on fakes gave for layers to come. A tower of one or two blocks has few, and to fill that cache
 # takes as long as the operations: only the tests that meet every family trace with it.
 _AS_USERS_TRACE = {"test_families", "test_whole_models", "test_repeats"}
 
