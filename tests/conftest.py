@@ -77,10 +77,9 @@ def fresh_dynamo(monkeypatch, request):
     Pieces are shared by all towers of a process that have equal ones, so the tests of a process share them, too.
     """
     monkeypatch.setattr(backend._cache, "pieces", _KEPT)
-    if request.module.__name__ not in _AS_USERS_TRACE:
-        monkeypatch.setattr(torch._dynamo.config, "fake_tensor_cache_enabled", False)
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=request.module.__name__ in _AS_USERS_TRACE):
+        yield
     torch._dynamo.reset()
 
 
