@@ -59,6 +59,10 @@ class _Kept(dict):
 
 _KEPT = _Kept()
 
+# Dynamo keeps what operations on fakes gave for layers to come. A tower of one or two blocks has few, and to fill that cache
+# takes as long as the operations: only the tests that meet every family trace with it.
+_AS_USERS_TRACE = {"test_families", "test_whole_models", "test_repeats"}
+
 
 @pytest.fixture
 def own_pieces(fresh_dynamo, monkeypatch):
@@ -67,14 +71,15 @@ def own_pieces(fresh_dynamo, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(monkeypatch):
+def fresh_dynamo(monkeypatch, request):
     """No test sees what another traced or captured; `torch._dynamo.reset()` also calls the backend's own reset.
 
     Pieces are shared by all towers of a process that have equal ones, so the tests of a process share them, too.
     """
     monkeypatch.setattr(backend._cache, "pieces", _KEPT)
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=request.module.__name__ in _AS_USERS_TRACE):
+        yield
     torch._dynamo.reset()
 
 

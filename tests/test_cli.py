@@ -105,7 +105,7 @@ def test_no_command_is_one_line_and_exit_code_2(capsys):
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"vitcg-backend {vitcg_backend.__version__}\n"
 

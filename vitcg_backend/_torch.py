@@ -72,6 +72,7 @@ __all__ = [
     "is_resumed",
     "is_traceable_wrapper_subclass",
     "keep_busy",
+    "known_value",
     "layout_check",
     "leaves_traces",
     "mark_batch",
@@ -86,11 +87,13 @@ __all__ = [
     "real_tensors",
     "release_workspaces",
     "root_of",
+    "second_fake",
     "size_guards",
     "size_key",
     "start_compile_workers",
     "trace_artifact",
     "traced_code",
+    "uncached_fakes",
     "unowned",
     "user_line",
     "watched_by_modes",
@@ -519,6 +522,34 @@ def size_guards(shape_env: ShapeEnv, symbols: Sequence[Any]) -> Callable[..., bo
     return function
 
 
+def second_fake(fake: Tensor) -> Tensor:
+    """Another fake tensor with the same sizes over the same storage, without a trip through the dispatcher.
+
+    Source: `snapshot_fake` (torch/fx/experimental/proxy_tensor.py).
+    """
+    from torch.fx.experimental.proxy_tensor import snapshot_fake
+
+    return snapshot_fake(fake)  # type: ignore[return-value]  # a tensor for a tensor
+
+
+def uncached_fakes(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
+    """Operations on fakes of this mode are worked out anew: to fill torch's cache of them takes as long again.
+
+    Source: `disable_fake_tensor_cache` (torch/_subclasses/fake_tensor.py).
+    """
+    from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+
+    return disable_fake_tensor_cache(mode)
+
+
+def known_value(fake: Tensor) -> Any:
+    """What a fake tensor knows of the values that it stands for, such as those of ``torch.tensor(2)``, or None.
+
+    Source: `FakeTensor.constant` (torch/_subclasses/fake_tensor.py).
+    """
+    return getattr(fake, "constant", None)
+
+
 # --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------
 
 
@@ -533,13 +564,50 @@ class _Traced(Exception):
 def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """The ATen graph of `gm` for inference: functional, decomposed for Inductor, `meta["val"]` on every node.
 
+    AOTAutograd runs a graph twice, once to see what it mutates and once to trace it without, each time on tensors in two
+    wrappers. Most pieces mutate nothing, neither their inputs nor what they have made themselves: for them one trace with
+    `make_fx` is the same graph in half of the time. Whatever mutates goes through AOTAutograd.
+
     Args:
         gm: a module on torch level whose placeholders take `fakes`.
         fakes: fake tensors and SymInts of `mode`.
         mode: the fake mode, with its private `ShapeEnv`.
 
     Raises:
-        whatever AOTAutograd raises for a graph that it cannot trace.
+        whatever torch raises for a graph that it cannot trace.
+
+    Source: `aot_dispatch_base_graph` (torch/_functorch/_aot_autograd/graph_capture.py, 2.13; before that
+    dispatch_and_compile_graph.py) calls `make_fx` (torch/fx/experimental/proxy_tensor.py) in the same way.
+    """
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad(), uncached_fakes(mode):
+        aten = _trace_pure(gm, fakes, mode) or _trace_functional(gm, fakes)
+    for node in aten.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = getattr(aten, node.target)
+    return aten
+
+
+def _trace_pure(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule | None:
+    """The ATen graph, None if an operation of it mutates something."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    def run(*args: Any) -> Any:
+        with preserve_node_meta():
+            return fx.Interpreter(gm).run(*args)
+
+    with mode, enable_python_dispatcher():
+        aten = make_fx(run, decomposition_table=_decompositions())(*fakes)
+    calls = [node for node in aten.graph.nodes if node.op == "call_function"]
+    if any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in calls):
+        return None
+    aten.graph.eliminate_dead_code()
+    aten.recompile()
+    return aten
+
+
+def _trace_functional(gm: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModule:
+    """The ATen graph with every mutation taken out.
 
     Source: `aot_module_simplified` (torch/_functorch/aot_autograd.py); 2.11 and 2.13 differ in the keywords left out here.
     """
@@ -548,21 +616,16 @@ def aot_trace(gm: fx.GraphModule, fakes: Sequence[Any], mode: FakeTensorMode) ->
     def stop(aten: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         raise _Traced(aten)
 
-    context = torch._guards.TracingContext(mode)
     try:
-        with torch._guards.tracing(context), torch.no_grad():
-            aot_module_simplified(
-                gm,
-                list(fakes),
-                fw_compiler=stop,
-                inference_compiler=stop,
-                decompositions=_decompositions(),
-                keep_inference_input_mutations=True,
-            )
+        aot_module_simplified(
+            gm,
+            list(fakes),
+            fw_compiler=stop,
+            inference_compiler=stop,
+            decompositions=_decompositions(),
+            keep_inference_input_mutations=True,
+        )
     except _Traced as traced:
-        for node in traced.gm.graph.nodes:
-            if node.op == "get_attr" and "val" not in node.meta:
-                node.meta["val"] = getattr(traced.gm, node.target)
         return traced.gm
     raise RuntimeError("AOTAutograd handed no graph to its compiler")
 

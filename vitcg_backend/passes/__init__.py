@@ -203,9 +203,9 @@ def compile_body(
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:
     """Whether a result is a view of an argument of the call: a write into it would have to reach the caller's tensor."""
-    given = {n.meta["val"].untyped_storage()._cdata for n in bound.placeholders if isinstance(n.meta["val"], Tensor)}
-    results = zip(program.outputs, program.output_values, strict=True)
-    return any(kind == "slot" and value.untyped_storage()._cdata in given for (kind, _), value in results)
+    given = {n.meta["memory"] for n in bound.placeholders if isinstance(n.meta["val"], Tensor)}
+    results = zip(program.outputs, program.output_memory, strict=True)
+    return any(kind == "slot" and memory in given for (kind, _), memory in results)
 
 
 def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | None:

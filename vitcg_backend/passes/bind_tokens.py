@@ -24,6 +24,7 @@ After::
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -37,6 +38,7 @@ from torch import Tensor, fx
 from .. import _torch
 from ..ops import METADATA
 from .graph import Ineligible, Role, Symbols, source_line, where
+from .repeats import Repeats
 
 __all__ = ["METADATA_TARGETS", "Bound", "bind_tokens", "erase_asserts", "give_tokens", "role_of"]
 
@@ -352,7 +354,7 @@ def erase_asserts(gm: fx.GraphModule) -> None:
 
 
 def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt, width: int) -> None:
-    """Run every node on fakes of the private environment."""
+    """Run every node on fakes of the private environment, equal ones once (`repeats.py`)."""
     length = symbols.unit * width
     sizes: dict[Any, Any] = {_expression(size): symbols.n * length if length > 1 else symbols.n}
 
@@ -369,15 +371,17 @@ def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt, width: 
         known = {old: new.node.expr for old, new in sizes.items()}
         return symbols.shape_env.create_symintnode(expression.xreplace(known), hint=None)
 
+    repeats = Repeats()
     # The dispatcher is the one that Dynamo traces with: kernels in C++ that read a size as an integer would fix it.
     ignoring = symbols.shape_env.ignore_fresh_unbacked_symbols()
-    with symbols.mode, torch.no_grad(), ignoring, _torch.enable_python_dispatcher():
+    with symbols.mode, _torch.uncached_fakes(symbols.mode), torch.no_grad(), ignoring, _torch.enable_python_dispatcher():
         for node in gm.graph.nodes:
             node.meta.pop("unbacked_bindings", None)  # they name symbols of Dynamo's environment
             if node.op == "output":
                 continue
             try:
-                node.meta["val"] = _value(gm, node, convert)
+                value = node.meta["val"] = _value(gm, node, convert, repeats)
+                node.meta["memory"] = repeats.memory_of(value)
             except Ineligible:
                 raise
             except Exception as error:
@@ -385,23 +389,27 @@ def _propagate(gm: fx.GraphModule, symbols: Symbols, size: torch.SymInt, width: 
                 raise Ineligible("untraceable", detail) from error
 
 
-def _value(gm: fx.GraphModule, node: fx.Node, convert: Any) -> Any:
+def _value(gm: fx.GraphModule, node: fx.Node, convert: Any, repeats: Repeats) -> Any:
     if node.op == "placeholder":
         value = node.meta["example_value"]
         if not isinstance(value, Tensor):
             return convert(value)
         shape, stride = [convert(s) for s in value.shape], [convert(s) for s in value.stride()]
         if node.meta["role"] in (Role.PIXELS, Role.BATCH):  # what a call gives is copied into dense buffers
-            return torch.empty(shape, dtype=value.dtype, device=value.device)
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            return repeats.add(torch.empty(shape, dtype=value.dtype, device=value.device))
+        return repeats.add(torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device))
     if node.op == "get_attr":
         value = getattr(gm, node.target)
-        return torch.empty_like(value) if isinstance(value, Tensor) else value
+        return repeats.add(torch.empty_like(value) if isinstance(value, Tensor) else value)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    before = [(n, n.meta["val"]._version) for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    return repeats.run(node, args, kwargs, functools.partial(_run, node))
+
+
+def _run(node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    before = [t._version for t in tensors]
     with _torch.RandomWatch() as watch:
         value = _call(node, args, kwargs)
-    if any(n.meta["val"]._version != version for n, version in before):  # whatever its name: leaky_relu(x, slope, True)
+    if any(t._version != version for t, version in zip(tensors, before, strict=True)):  # leaky_relu(x, slope, True)
         raise Ineligible("side_effect", f"{node.format_node()} changes a tensor; {source_line(node)}")
     if watch.random:
         raise Ineligible("random", f"{node.format_node()} draws random numbers; {source_line(node)}")

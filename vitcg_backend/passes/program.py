@@ -75,6 +75,7 @@ class Program:
         num_slots: size of the slot table.
         outputs: for each result of the call: ("slot", s), ("argument", position), ("metadata", index) or ("constant", value).
         output_values: the fake of each result, None for constants.
+        output_memory: the memory that each result lies in, the same for views of one another, None for what is no tensor.
         attention: index of a cu_seqlens -> the distinct attention calls over its segments.
     """
 
@@ -86,18 +87,17 @@ class Program:
     num_slots: int = 0
     outputs: list[tuple[str, Any]] = field(default_factory=list)
     output_values: list[Any] = field(default_factory=list)
+    output_memory: list[int | None] = field(default_factory=list)
     attention: dict[int, list[AttentionShape]] = field(default_factory=dict)
 
     @property
     def views(self) -> dict[int, int]:
         """Result -> result whose memory it is a view of: the largest of those that share it, as the trace shows it."""
         owners: dict[Any, int] = {}
-        found = [
-            (i, v) for i, ((kind, _), v) in enumerate(zip(self.outputs, self.output_values, strict=True)) if kind == "slot"
-        ]
-        for index, value in sorted(found, key=lambda pair: -_hinted_numel(pair[1])):
-            owners.setdefault(value.untyped_storage()._cdata, index)
-        return {i: owners[v.untyped_storage()._cdata] for i, v in found if owners[v.untyped_storage()._cdata] != i}
+        found = [i for i, (kind, _) in enumerate(self.outputs) if kind == "slot"]
+        for index in sorted(found, key=lambda i: -_hinted_numel(self.output_values[i])):
+            owners.setdefault(self.output_memory[index], index)
+        return {i: owners[self.output_memory[i]] for i in found if owners[self.output_memory[i]] != i}
 
     def reads(self, metadata: int) -> bool:
         """Whether a piece reads that metadata tensor: attention has its own form of it, a result is no read."""

@@ -31,11 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .. import _torch
 from ..attention import AttentionShape
 from ..attention import op as _op  # noqa: F401  registers the operator
 from .graph import Ineligible, Role, Symbols, is_size, rows_of, source_line, token_axes
 from .hoist_metadata import BODY, FREE, PROLOGUE, Hoisted
 from .program import AttentionStep, PieceStep, Program, UniquePiece
+from .repeats import apart
 
 __all__ = ["piece_key", "split_at_attention"]
 
@@ -170,9 +172,11 @@ class _Splitter:
         inputs: list[fx.Node] = []
         self._collect(nodes, inside, inputs)
         copies: dict[fx.Node, fx.Node] = {}
-        for number, node in enumerate(inputs):
+        with self.symbols.mode, _torch.enable_python_dispatcher():
+            values = apart([node.meta["val"] for node in inputs], [node.meta["memory"] for node in inputs])
+        for number, (node, value) in enumerate(zip(inputs, values, strict=True)):
             copies[node] = graph.placeholder(f"x{number}")
-            copies[node].meta["val"] = node.meta["val"]
+            copies[node].meta["val"] = value
         sizes: dict[Any, Any] = {}
 
         def use(node: fx.Node) -> Any:
@@ -252,6 +256,7 @@ class _Splitter:
                 raise Ineligible("output", f"{result.format_node()} is a result but neither a tensor of the body nor metadata")
             self.program.outputs.append(entry)
             self.program.output_values.append(value)
+            self.program.output_memory.append(result.meta["memory"] if isinstance(result, fx.Node) else None)
 
 
 def piece_key(gm: fx.GraphModule, symbols: Symbols) -> tuple[Any, ...]:
