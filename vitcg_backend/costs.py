@@ -17,14 +17,15 @@ import torch
 
 from .bucketing import Layout
 
-__all__ = ["Costs", "seconds", "squares"]
+__all__ = ["MARGIN", "Costs", "seconds", "squares"]
 
 FIXED_TOKENS = 160.0
 """The fixed part of a replay in tokens, before anything is known: 1.1 ms at 7 us a token (27 layers, 1152 wide, H200)."""
 
 ENOUGH_S = 0.1  # of runs of one kind: a slow tower's first use is not drawn out
 
-MARGIN = 0.03  # the uncaptured path has to be faster by this share: it also keeps the host busy
+MARGIN = 0.03
+"""By this share the uncaptured path has to be faster, which also keeps the host busy, or a larger bucket than a smaller one."""
 
 
 def seconds(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:

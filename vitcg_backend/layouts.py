@@ -401,7 +401,7 @@ class LayoutCache:
         kernels = {index: choice.at(index, bounds, measure=measure, shared=shared) for index, bounds in exact.items()}
         if bucket is None:
             return kernels, exact
-        return kernels, {index: tiered(bounds, kernels[index]) for index, bounds in exact.items()}
+        return kernels, {index: tiered(bounds, kernels[index], shared=shared) for index, bounds in exact.items()}
 
 
 @dataclass(frozen=True)

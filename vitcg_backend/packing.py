@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from .costs import MARGIN
+
 __all__ = ["Capacities", "Group", "next_fit", "pack"]
 
 Group = tuple[list[int], int]
@@ -33,7 +35,8 @@ class Capacities:
 
     Attributes:
         budgets: output tokens of the buckets, ascending.
-        costs: cost of a replay of each, in any unit. A smaller bucket may cost more than a larger one.
+        costs: cost of a replay of each, in any unit. A smaller bucket may cost more than a larger one, which is preferred
+            to it where that saves more than `costs.MARGIN`.
         rate: cost of one more token of a bucket, at least 0.
         max_items: most items of a replay.
         max_frames: most frames of a replay.
@@ -52,7 +55,7 @@ class Capacities:
         best = len(self.budgets) - 1
         cheapest = []
         for rung in range(len(self.budgets) - 1, -1, -1):
-            best = rung if self.costs[rung] <= self.costs[best] else best
+            best = rung if self.costs[rung] * (1 - MARGIN) <= self.costs[best] else best
             cheapest.append(best)
         object.__setattr__(self, "_best", cheapest[::-1])
         pairs = list(zip(self.costs, self.budgets, strict=True))

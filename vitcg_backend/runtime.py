@@ -721,8 +721,9 @@ class CompiledTower:
         def replay() -> None:
             if not capture.holds_inputs:
                 raise RuntimeError(
-                    f"the static inputs no longer hold a call of the capture of {capture.bucket.tokens} tokens: another "
-                    "capture has served a call since. Call the tower on an input of that size, and ask for its replay again"
+                    f"the static inputs do not hold a call of the capture of {capture.bucket.tokens} tokens: another capture "
+                    "has served a call since, or its first use was checked. Call the tower on an input of that size, and ask "
+                    "for its replay again"
                 )
             capture.graph.replay()
 

@@ -106,6 +106,15 @@ def test_peak_memory_of_an_oversize_call() -> None:
         assert peaks[-1] <= peaks[0] * 1.02, (layout, peaks)
 
 
+@pytest.mark.parametrize("windows", [((4, 4, 4), (1, 8, 8)), ((1, 4, 4),) * 40, ((1, 6, 10),) * 17])
+def test_a_warmed_bucket_takes_layouts_with_more_segments(windows) -> None:
+    """The picture that a bucket is warmed up with has whole windows; small or odd pictures cut the rows into far more."""
+    tower, compiled = compiled_tower("qwen2_5_vl", token_budgets=[256], capture="warmup", min_tokens=1, strict=True)
+    vitcg_backend.warmup(compiled)
+    check(compiled, tower, windows)
+    assert vitcg_backend.stats(tower).last.hit
+
+
 def test_warmup() -> None:
     """The whole ladder, largest first: bytes and seconds are reported, and later calls capture nothing."""
     tower, compiled = compiled_tower("qwen2_5_vl", token_budgets=[16, 64, 256], capture="warmup")
