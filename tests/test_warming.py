@@ -50,6 +50,17 @@ def test_other_segments_need_no_other_capture(capture: str) -> None:
     assert stats(tower).captures == captures
 
 
+@any_bounds
+@pytest.mark.parametrize("layout", [((4, 4, 4), (1, 8, 8)), ((1, 4, 4),) * 40, ((1, 6, 10),) * 17])
+def test_cut_off_windows_need_no_other_capture(layout) -> None:
+    """The picture that a bucket is warmed up with has whole windows; small or odd pictures cut its rows into far more."""
+    tower = tiny_tower("qwen2_5_vl")
+    compiled = compile_tower(tower, token_budgets=[256], capture="warmup", strict=True)
+    vitcg_backend.warmup(compiled)
+    assert_same(compiled, tower, layout)
+    assert stats(tower).last.hit
+
+
 def test_more_segments_than_were_warmed_up() -> None:
     """What does not fit into the bounds of the captures is not captured on a call's time, and is right."""
     tower = tiny_tower("qwen2_vl")

@@ -16,7 +16,7 @@ from torch import nn
 
 from .backend import live_towers, stats
 from .bucketing import Layout, num_patches
-from .errors import OptionError
+from .errors import OptionError, Refused
 from .owners import ids_of
 from .runtime import CompiledTower
 
@@ -121,7 +121,11 @@ def _grid_steps(tower: nn.Module, eager: nn.Module, grids: Iterable[Grid] | None
     if sizes is not None:
         layouts = [picture(_size(size, "output tokens"), merge) for size in sizes]
     # Compiles. A call of one token would be a graph of its own: Dynamo takes sizes of 1 for constants.
-    _call(tower, eager, min(layouts, key=num_patches) if layouts else picture(16, merge))
+    try:
+        _call(tower, eager, min(layouts, key=num_patches) if layouts else picture(16, merge))
+    except Refused as refusal:  # under `strict`: nothing can be warm before there is a graph
+        if refusal.reason != "not_warmed_up":
+            raise
     parts = live_towers(eager)
     if not parts:
         raise OptionError(f"warmup: this tower is not compiled with backend='vitcg', or it has no buckets.{_reasons(eager)}")
