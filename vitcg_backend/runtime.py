@@ -5,6 +5,7 @@
     call ─▶ what is asked (rows, layout) ─▶ plan (planning.py): one replay, several, or a reason
          ─▶ for each part of the plan (parts.py): layout values (kept)
             ─▶ capture (kept, by bucket, bounds and parameter addresses) ─▶ rows in ─▶ replay ─▶ rows out
+         └▶ one part, its capture there: replayed at once, and what it depends on is looked at while the device works
          └▶ uncaptured: the same compiled pieces on the exact rows
          └▶ operators: the lowered graph op by op; for what the tower itself rejects this raises eager's own error
 """
