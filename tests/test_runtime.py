@@ -837,8 +837,10 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str, always: bool) 
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_bad_call_leaves_nothing_behind(strict: bool) -> None:
-    """After a call that eager rejects, good calls are served as before: no graph of the bad call answers them."""
+def test_a_bad_call_leaves_nothing_behind(strict: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a call that eager rejects, good calls are served as before: no graph of the bad call answers them, and nothing is
+    printed beside eager's error.
+    """
     tower = tiny_tower("qwen3_vl", depth=1)
     compiled = compile_tower(tower, strict=strict)
     assert_same(compiled, tower, IMAGE)
@@ -849,6 +851,7 @@ def test_a_bad_call_leaves_nothing_behind(strict: bool) -> None:
                 tower(pixels, grid_thw=tensor(grid))
             with pytest.raises(RuntimeError):
                 compiled(pixels, grid_thw=tensor(grid))
+    assert "FX-traced" not in capfd.readouterr().err
     for layout in (IMAGE, TWO_IMAGES, VIDEO):
         assert_same(compiled, tower, layout)
     assert (stats(tower).graphs, stats(tower).hits, stats(tower).calls) == (1, 4, 4)

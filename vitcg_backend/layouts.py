@@ -317,7 +317,7 @@ class LayoutCache:
             elif role == Role.SIZE:
                 value = self.sizes.value(position, args, n, items)
             inputs.append(value)
-        return tuple(module(*inputs))
+        return tuple(module.forward(*inputs))  # as in `CompiledTower._operators`
 
     def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
         """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import _dynamo_call, _torch, costs
 from .attention import KernelChoice
@@ -114,7 +115,7 @@ class CompiledTower:
         choice: KernelChoice | None,
         options: Options,
         stats: Stats,
-        operators: Callable[..., Any],
+        operators: fx.GraphModule,
         example_inputs: Sequence[Any],
     ) -> None:
         self.body, self.choice, self.options, self.stats = body, choice, options, stats
@@ -509,8 +510,8 @@ class CompiledTower:
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""
-        function = differentiable(self._lowered) if _torch.in_forward_ad() else self._lowered
-        results = function(*args)
+        graph = differentiable(self._lowered) if _torch.in_forward_ad() else self._lowered
+        results = graph.forward(*args)  # calling the module would print the graph beside an error that is the caller's own
         return list(results) if isinstance(results, (tuple, list)) else [results]
 
     # --- captures ---------------------------------------------------------------------------------------------------
