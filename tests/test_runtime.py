@@ -837,10 +837,8 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str, always: bool) 
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_bad_call_leaves_nothing_behind(strict: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """After a call that eager rejects, good calls are served as before: no graph of the bad call answers them, and nothing is
-    printed beside eager's error.
-    """
+def test_a_bad_call_leaves_nothing_behind(strict: bool) -> None:
+    """After a call that eager rejects, good calls are served as before: no graph of the bad call answers them."""
     tower = tiny_tower("qwen3_vl", depth=1)
     compiled = compile_tower(tower, strict=strict)
     assert_same(compiled, tower, IMAGE)
@@ -851,10 +849,24 @@ def test_a_bad_call_leaves_nothing_behind(strict: bool, capfd: pytest.CaptureFix
                 tower(pixels, grid_thw=tensor(grid))
             with pytest.raises(RuntimeError):
                 compiled(pixels, grid_thw=tensor(grid))
-    assert "FX-traced" not in capfd.readouterr().err
     for layout in (IMAGE, TWO_IMAGES, VIDEO):
         assert_same(compiled, tower, layout)
     assert (stats(tower).graphs, stats(tower).hits, stats(tower).calls) == (1, 4, 4)
+
+
+@pytest.mark.parametrize("grid", [[[1, 4, 6]], [[1, 3, 5]], [[1, -4, -4]]])
+def test_a_bad_grid_is_eagers_error_alone(grid: list[list[int]], capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is printed beside it: graphs are not called as modules, which would show their code."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    assert_same(compiled, tower, IMAGE)
+    pixels = testing.make_inputs(tower, ((1, 4, 4),))[0]
+    assert_same(compiled, tower, ((1, 4, 4),))
+    capfd.readouterr()
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        compiled(pixels, grid_thw=tensor(grid))
+    assert "FX-traced" not in capfd.readouterr().err
+    assert stats(tower).fallbacks == {"invalid_grid": 1}
 
 
 def test_a_failing_self_check_refuses_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
