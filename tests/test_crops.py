@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -267,6 +268,51 @@ def test_forward_mode_keeps_tangents() -> None:
             output = call(dual, image_sizes=sizes).last_hidden_state
             tangents.append(torch.autograd.forward_ad.unpack_dual(output).tangent)
     torch.testing.assert_close(*tangents, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", ["forward", "_conv_forward", "class"])
+def test_a_convolution_with_code_of_its_own_gets_whole_images(where: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What such code does with an image it may not do with a patch, and no proof of rows sees that."""
+    tower = make()
+    compiled = compile_tower(tower)
+    pixels, sizes = images(3)
+    if late:
+        assert_same(compiled, tower, pixels, sizes)
+    conv = tower.patch_conv
+    name = "_conv_forward" if where == "_conv_forward" else "forward"
+    original = getattr(nn.Conv2d, name)
+
+    def along(self: nn.Conv2d, *args: Any) -> Tensor:
+        output = original(self, *args)
+        return output + torch.linspace(0, 1, output.shape[-1], device=output.device, dtype=output.dtype)
+
+    owner, value = (nn.Conv2d, along) if where == "class" else (conv, types.MethodType(along, conv))
+    monkeypatch.setattr(owner, name, value)
+    for seed in range(2):
+        assert_same(compiled, tower, *images(3, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_sizes_of_any_whole_numbers(dtype: torch.dtype) -> None:
+    """One graph each, every call a hit."""
+    tower = make()
+    compiled = compile_tower(tower)
+    for seed in range(3):
+        pixels, sizes = images(3, seed=seed)
+        assert_same(compiled, tower, pixels, sizes.to(dtype))
+        assert vitcg_backend.stats(tower).last.hit
+
+
+def test_sizes_out_of_an_iterator_are_used_once() -> None:
+    """Nobody asks eager beside the call: it would use them up."""
+    tower = make()
+    compiled = compile_tower(tower)
+    pixels, sizes = images(3)
+    with torch.no_grad():
+        output = compiled(pixels, image_sizes=iter(sizes.tolist()))
+        expected = tower(pixels, image_sizes=iter(sizes.tolist()))
+    assert all(torch.equal(a, b) for a, b in zip(testing.flatten(output), testing.flatten(expected), strict=True))
 
 
 def test_weights_edited_in_place_and_a_hook_on_the_convolution() -> None:

@@ -51,6 +51,18 @@ def test_one_picture_has_room_for_four_frames() -> None:
     assert recommend_budgets("qwen3_vl", ["1x2048x2048"], max_tokens=4096).max_frames == 4
 
 
+@pytest.mark.parametrize("inputs", [["1x448x448", "1x224x224"], ["1x224x224", "1x112x224"], ["4x224x224", "1x364x84"]])
+def test_windows_count_for_the_option(inputs) -> None:
+    """What the option `max_frames` counts in a tower with windows holds each input as often as the largest budget does."""
+    plan = recommend_budgets("qwen2_5_vl", inputs)
+    assert f"max_frames={plan.max_segments}" in str(plan)
+    for index, each in enumerate(plan.inputs):
+        frames, height, width = each.grid
+        windows = frames * -(-height // 8) * -(-width // 8)  # 112 pixels, patches of 14
+        assert plan.packs[plan.budgets[-1]][index] * windows <= plan.max_segments
+    assert recommend_budgets("qwen3_vl", inputs).max_segments == recommend_budgets("qwen3_vl", inputs).max_frames
+
+
 SIZES = [
     (1, 224, 224),
     (1, 1080, 1920),

@@ -178,3 +178,31 @@ def _guesses(calls: Callable[[], Any]) -> list[int | None]:
         patch.setattr(States, "guess", lambda self, owner: (seen.append(guess(self, owner)), seen[-1])[1])
         calls()
     return seen
+
+
+@pytest.mark.usefixtures("as_a_graph")
+def test_weights_that_come_back_to_their_memory_are_served_fast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter merged and taken out again: the addresses are those of before, the memory is not."""
+    tower = tiny_tower("qwen3_vl", depth=1)
+    compiled = compile_tower(tower)
+    for _ in range(3):
+        assert_same(compiled, tower, IMAGE)
+    (part,) = live_towers(tower)
+    states = part._states
+    first = states.number(part._gather(tower))
+    states._find(first).gone.append(states._find(first).storages[0])  # as if it had died, and other memory lay there now
+    assert not states.in_memory(first)
+    assert states.number(part._gather(tower)) == first
+    assert states.in_memory(first)
+    served: list[bool] = []
+    original = CompiledTower._by_one_replay
+
+    def spy(self: CompiledTower, *args: Any) -> Any:
+        results = original(self, *args)
+        served.append(results is not None)
+        return results
+
+    monkeypatch.setattr(CompiledTower, "_by_one_replay", spy)
+    for _ in range(3):
+        assert_same(compiled, tower, IMAGE)
+    assert served == [True] * 3

@@ -142,6 +142,21 @@ def test_b09_items_at_their_boundary() -> None:
         assert len(stats(tower).last.replays) == replays
 
 
+def test_the_latest_call_of_several_graphs() -> None:
+    """Two kinds of calls in turns, each layout known: `last` is that of the call just made, and its number rises."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
+    numbers = []
+    for _ in range(4):
+        for mode, layout in ((torch.no_grad, IMAGE), (torch.inference_mode, VIDEO)):
+            with mode():
+                pixels, grid = testing.make_inputs(tower, layout)
+                compiled(pixels, grid_thw=grid)
+            assert stats(tower).last.num_patches == len(pixels)
+            numbers.append(stats(tower).last.number)
+    assert numbers == sorted(set(numbers))
+
+
 def test_b09_frames_at_their_boundary() -> None:
     """`max_frames` counts attention segments of the call, none of the padding; a longer video is cut between frames."""
     tower = tiny_tower("qwen2_vl")

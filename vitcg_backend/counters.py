@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["BucketStats", "CallRecord", "Stats"]
 
 MAX_SIZES = 4096
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class CallRecord:
     bucket_tokens: int | None
     padded_fraction: float
     replays: tuple[tuple[int, int], ...] = ()
-    number: int = field(default_factory=itertools.count().__next__)
+    number: int = 0
 
 
 @dataclass
@@ -115,7 +117,7 @@ class Stats:
         """Count one call."""
         with self._lock:
             self.calls += 1
-            self.last = call
+            self.last = replace(call, number=next(_numbers))  # a record may be counted many times
             if call.num_tokens in self.sizes or len(self.sizes) < MAX_SIZES:
                 self.sizes[call.num_tokens] += 1
             if not call.hit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,7 @@ class Recommendation:
         packs: budget -> how many of each input it holds, in the order of `inputs`.
         max_items: most items that the largest budget can hold.
         max_frames: most frames, at least 4.
+        max_segments: most attention segments, which is what the option ``max_frames`` counts: with windows in a tower more.
         memory_bytes: estimate for the static buffers and the graph pool of the largest budget in 16-bit numbers, None where
             the configuration does not give the widths.
     """
@@ -61,6 +63,7 @@ class Recommendation:
     packs: dict[int, tuple[int, ...]]
     max_items: int
     max_frames: int
+    max_segments: int
     memory_bytes: int | None
 
     def __str__(self) -> str:
@@ -81,7 +84,7 @@ class Recommendation:
             )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        text.append(f"token_budgets={list(self.budgets)}, max_items={self.max_items}, max_frames={self.max_frames}")
+        text.append(f"token_budgets={list(self.budgets)}, max_items={self.max_items}, max_frames={self.max_segments}")
         for budget, counts in self.packs.items():
             holds = ", ".join(f"{count} of {plan.input}" for count, plan in zip(counts, self.inputs, strict=True) if count)
             text.append(f"  {budget} tokens hold {holds}")
@@ -125,12 +128,15 @@ def recommend_budgets(
     budgets = fit_budgets(sizes, most)
     fewest = min(tokens for _, _, tokens in plans)
     frame = min(tokens // grid[0] for _, grid, tokens in plans)
+    window = _window(values_of(config))
+    segments = [(grid[0] * math.prod(-(-side // window) for side in grid[1:]) if window else grid[0]) for _, grid, _ in plans]
     return Recommendation(
         inputs=tuple(_plan(*plan, budgets) for plan in plans),
         budgets=budgets,
         packs={budget: tuple(budget // tokens for _, _, tokens in plans) for budget in budgets},
         max_items=budgets[-1] // fewest,
         max_frames=max(LEAST_FRAMES, budgets[-1] // max(frame, 1)),
+        max_segments=max(LEAST_FRAMES, *(budgets[-1] * n // plan[2] for n, plan in zip(segments, plans, strict=True))),
         memory_bytes=_memory(values_of(config), budgets[-1], processor.merge_size**2),
     )
 
@@ -148,6 +154,12 @@ def _plan(text: str, grid: tuple[int, int, int], tokens: int, budgets: Sequence[
     budget, rounded = budgets[bisect_left(budgets, tokens)], round_budget(tokens)
     power = 1 << (tokens - 1).bit_length()
     return InputPlan(text, grid, tokens, budget, 1 - tokens / budget, rounded, 1 - tokens / rounded, 1 - tokens / power)
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """Side of a window of attention in patches, None without windows."""
+    size, patch = config.get("window_size"), config.get("patch_size")
+    return max(size // patch, 1) if isinstance(size, int) and isinstance(patch, int) else None
 
 
 def _memory(config: dict[str, Any], tokens: int, unit: int) -> int | None:

@@ -105,6 +105,10 @@ def make_packed(
     return lowered
 
 
+_WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CONVOLVE = nn.Conv2d.forward, nn.Conv2d._conv_forward  # torch's own, which no row of patches tells from a row of images
+
+
 # --- the forms, inlined by Dynamo -----------------------------------------------------------------------------------
 
 
@@ -113,7 +117,8 @@ def _pixtral(self: Any, pixel_values: Any, image_sizes: Any = None, **kwargs: An
     if not _is_plain(self, kwargs):
         return None
     if not _are_images(self.patch_conv.in_channels, pixel_values, image_sizes):
-        reject_as_eager()
+        if image_sizes is None or isinstance(image_sizes, (Tensor, list, tuple)):  # eager would use an iterator up
+            reject_as_eager()
         return None
     patches, grid_thw = crops(pixel_values, image_sizes, self.patch_size)
     rows = self.patch_conv(patches.to(dtype=self.patch_conv.weight.dtype)).flatten(1)
@@ -138,6 +143,10 @@ def _is_plain(tower: Any, kwargs: dict[str, Any]) -> bool:
     conv, side = tower.patch_conv, (tower.patch_size, tower.patch_size)
     if type(conv) is not nn.Conv2d or conv._forward_hooks or conv._forward_pre_hooks:
         return False
+    if "forward" in conv.__dict__ or "_conv_forward" in conv.__dict__:
+        return False
+    if nn.Conv2d.forward is not _CONVOLVE[0] or nn.Conv2d._conv_forward is not _CONVOLVE[1]:
+        return False
     if conv.kernel_size != side or conv.stride != side or conv.padding != (0, 0) or conv.dilation != (1, 1):
         return False
     if tower.training and tower.config.attention_dropout != 0.0:
@@ -156,7 +165,7 @@ def _are_images(channels: int, pixels: Any, sizes: Any) -> bool:
     if sizes is None:
         return True
     if isinstance(sizes, Tensor):
-        return sizes.dim() == 2 and sizes.shape[1] == 2 and sizes.dtype in (torch.int32, torch.int64)
+        return sizes.dim() == 2 and sizes.shape[1] == 2 and sizes.dtype in _WHOLE_NUMBERS
     if not isinstance(sizes, (list, tuple)) or len(sizes) == 0:
         return False
     return all(

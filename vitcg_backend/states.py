@@ -159,7 +159,8 @@ class States:
         addresses = tuple(map(_address, tensors))
         last = self._last
         known = last if addresses == last.addresses else self._at.get(addresses)
-        if known is None or (tensors and known.owners[0]() is not tensors[0]):  # or another tower has come to lie there
+        # Other memory, or another tower, may have come to lie at the addresses.
+        if known is None or known.gone or (tensors and known.owners[0]() is not tensors[0]):
             return self._note(addresses, tensors)
         if known is not last:
             self._known.move_to_end(known.key)
