@@ -57,7 +57,6 @@ __all__ = [
     "divisions",
     "dynamo_goes_on",
     "eager_error",
-    "eager_rejects",
     "enable_python_dispatcher",
     "end_failed_capture",
     "failed_compiles",
@@ -178,11 +177,6 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
             failed(error)  # type: ignore[arg-type]  # an Exception, says the line above
 
     trace.output.add_cleanup_hook(hook)
-
-
-def eager_rejects(root: Any) -> bool:
-    """Whether the frame that `root` translates raises without any tracer, see `eager_error`."""
-    return eager_error(root) is not None
 
 
 def eager_error(root: Any) -> Exception | None:

@@ -128,7 +128,8 @@ def recommend_budgets(
     budgets = fit_budgets(sizes, most)
     fewest = min(tokens for _, _, tokens in plans)
     frame = min(tokens // grid[0] for _, grid, tokens in plans)
-    window = _window(values_of(config))
+    values = values_of(config)
+    window = _window(values)
     segments = [(grid[0] * math.prod(-(-side // window) for side in grid[1:]) if window else grid[0]) for _, grid, _ in plans]
     return Recommendation(
         inputs=tuple(_plan(*plan, budgets) for plan in plans),
@@ -137,7 +138,7 @@ def recommend_budgets(
         max_items=budgets[-1] // fewest,
         max_frames=max(LEAST_FRAMES, budgets[-1] // max(frame, 1)),
         max_segments=max(LEAST_FRAMES, *(budgets[-1] * n // plan[2] for n, plan in zip(segments, plans, strict=True))),
-        memory_bytes=_memory(values_of(config), budgets[-1], processor.merge_size**2),
+        memory_bytes=_memory(values, budgets[-1], processor.merge_size**2),
     )
 
 

@@ -50,10 +50,8 @@ def refuse(reason: str) -> None:
     Raises:
         TraceRestart: always.
     """
-    log.info("vitcg does not lower this compile: %s", reason)
-    trace = _torch.current_trace()
-    trace.speculation_log._vitcg_refused = reason
-    _restart(trace, reason)
+    _begin_unlowered(reason)
+    raise _torch.TraceRestart(reason) from None
 
 
 def refuse_in_backend(reason: str) -> None:
@@ -62,13 +60,16 @@ def refuse_in_backend(reason: str) -> None:
     Raises:
         BackendRestart: always.
     """
+    _begin_unlowered(reason)
+    raise _torch.BackendRestart(reason)
+
+
+def _begin_unlowered(reason: str) -> None:
+    """Let the trace that comes next lower nothing."""
     log.info("vitcg does not lower this compile: %s", reason)
     trace = _torch.current_trace()
     trace.speculation_log._vitcg_refused = reason
-    for tensor in inputs_of(trace):
-        _torch.clear_dynamic_marks(tensor)
-    trace.speculation_log.clear()
-    raise _torch.BackendRestart(reason)
+    _begin_again(trace)
 
 
 def mark_inputs() -> None:
@@ -203,7 +204,7 @@ def _step_back_on_failure(trace: Any) -> None:
             log.info("vitcg traces a frame again, its grid's rows merely dynamic: %s", reason)
             steps._vitcg_backed = f"the tower's own code needs the number of items: {_torch.user_line(error) or reason}"
             _restart(trace, "vitcg: the rows of the grid cannot be unknown here", error)
-        if _torch.eager_rejects(root):
+        if _torch.eager_error(root) is not None:
             log.info("a trace failed with a call that eager rejects, too: %s", reason)
             return
         log.warning("vitcg lowers nothing in a frame whose trace failed: %s", reason)
@@ -214,10 +215,14 @@ def _step_back_on_failure(trace: Any) -> None:
 
 
 def _restart(trace: Any, reason: str, error: BaseException | None = None) -> None:
+    _begin_again(trace)
+    raise _torch.TraceRestart(reason) from error
+
+
+def _begin_again(trace: Any) -> None:
     for tensor in inputs_of(trace):
         _torch.clear_dynamic_marks(tensor)  # unbacked rows are a hard error in the tower's own loops over the grid
     trace.speculation_log.clear()
-    raise _torch.TraceRestart(reason) from error
 
 
 def inputs_of(trace: Any) -> list[Tensor]:

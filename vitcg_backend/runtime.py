@@ -298,8 +298,7 @@ class CompiledTower:
             return None
         key = (part.bucket, values.launches, state, _torch.numeric_state())
         capture = self._captures.get(key)
-        over = self.options.max_frames is not None and values.num_segments > self.options.max_frames
-        if capture is None or over or not self._states.fits(state):
+        if capture is None or self._is_over(values) or not self._states.fits(state):
             return None
         return _Again(key, capture, part, values, self._call_record(ask))
 
@@ -418,7 +417,7 @@ class CompiledTower:
         except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
             log.info("metadata of %s: %s", part.layout, error)
             return None, "invalid_grid"
-        if self.options.max_frames is not None and values.num_segments > self.options.max_frames:
+        if self._is_over(values):
             return None, "over_max_frames"
         key = (part.bucket, values.launches, state, _torch.numeric_state())
         if key in self._refused:
@@ -446,6 +445,9 @@ class CompiledTower:
         # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
         measure, shared = self.planner.may_capture, self.planner.warms
         return self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure, shared=shared)
+
+    def _is_over(self, values: LayoutValues) -> bool:
+        return self.options.max_frames is not None and values.num_segments > self.options.max_frames
 
     def _note_how(self, again: _Again) -> None:
         """The next call of the layout may be served in the same way, if its plan is final."""

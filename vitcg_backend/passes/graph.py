@@ -18,8 +18,10 @@ __all__ = [
     "Role",
     "Symbols",
     "adding_before",
+    "erase_unread",
     "fake_of",
     "is_size",
+    "made_from",
     "rows_of",
     "source_line",
     "token_axes",
@@ -162,6 +164,25 @@ def source_line(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.strip().splitlines()]
     return " ".join(lines[-2:]) if len(lines) >= 2 else ""
+
+
+def made_from(nodes: Iterable[fx.Node], inside: set[fx.Node] | None = None) -> set[fx.Node]:
+    """These nodes, and all that they are made from; of either what is `inside`, None = the whole graph."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and (inside is None or node in inside):
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def erase_unread(gm: fx.GraphModule, nodes: set[fx.Node]) -> None:
+    """Erase those of `nodes` that nothing reads any more, inputs of the graph left out."""
+    for node in reversed(list(gm.graph.nodes)):
+        if node in nodes and not node.users and node.op != "placeholder":
+            gm.graph.erase_node(node)
 
 
 def where(nodes: Iterable[fx.Node], op: str) -> list[fx.Node]:

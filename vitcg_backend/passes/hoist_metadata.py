@@ -35,7 +35,7 @@ import torch
 from torch import fx
 
 from .bind_tokens import METADATA_TARGETS, Bound
-from .graph import Ineligible, Role, is_size
+from .graph import Ineligible, Role, is_size, made_from
 
 __all__ = ["BODY", "FREE", "PROLOGUE", "TAIL", "Hoisted", "hoist_metadata"]
 
@@ -162,7 +162,7 @@ def _extract(bound: Bound, nodes: list[fx.Node], used: list[fx.Node]) -> tuple[f
     copies: dict[fx.Node, fx.Node] = {}
     positions = []
     inside = set(nodes)
-    needed = _ancestors(used, inside)
+    needed = made_from(used, inside)
     for position, placeholder in enumerate(bound.placeholders):
         if placeholder in used or any(user in needed for user in placeholder.users):
             copies[placeholder] = graph.placeholder(placeholder.name)
@@ -176,14 +176,3 @@ def _extract(bound: Bound, nodes: list[fx.Node], used: list[fx.Node]) -> tuple[f
         for node in used:
             node.meta["val"] = node.meta["val"].contiguous()
     return fx.GraphModule(bound.gm, graph, class_name="Prologue"), tuple(positions)
-
-
-def _ancestors(nodes: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found and node in inside:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .graph import Ineligible, where
+from .graph import Ineligible, erase_unread, made_from, where
 
 __all__ = ["Checks", "check", "take_out_checks"]
 
@@ -81,12 +81,7 @@ def take_out_checks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Checks | None]:
     checks = [node for node in gm.graph.nodes if node.target in _CHECKS]
     if not checks:
         return gm, None
-    needed, stack = set(), list(checks)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = made_from(checks)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     positions = []
@@ -103,8 +98,6 @@ def take_out_checks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Checks | None]:
     graph.output(())
     for node in checks:
         gm.graph.erase_node(node)
-    for node in reversed(list(gm.graph.nodes)):
-        if node in needed and not node.users and node.op != "placeholder":
-            gm.graph.erase_node(node)
+    erase_unread(gm, needed)
     gm.recompile()
     return gm, Checks(fx.GraphModule(gm, graph, class_name="Checks"), tuple(positions))

@@ -34,7 +34,7 @@ from torch import fx
 
 from ..crops import CROPS, cut
 from .bind_tokens import erase_asserts, role_of
-from .graph import Ineligible, Role, where
+from .graph import Ineligible, Role, erase_unread, made_from, where
 
 __all__ = ["Crops", "take_out_crops"]
 
@@ -79,12 +79,7 @@ def take_out_crops(gm: fx.GraphModule) -> Crops | None:
         raise Ineligible("crops", f"the tower crops {len(found)} batches of images, expected one")
     erase_asserts(gm)
     inputs = where(gm.graph.nodes, "placeholder")
-    needed, stack = set(), list(found)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = made_from(found)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     taken = [position for position, node in enumerate(inputs) if node in needed]
@@ -100,9 +95,7 @@ def take_out_crops(gm: fx.GraphModule) -> Crops | None:
     copies[found[0]].target = cut  # no operator: forward-mode differentiation goes through it
     graph.output(copies[found[0]])
     _begin_at_patches(gm, found[0], inputs[-1])
-    for node in reversed(list(gm.graph.nodes)):
-        if node in needed and not node.users and node.op != "placeholder":
-            gm.graph.erase_node(node)
+    erase_unread(gm, needed)
     unread = [position for position in taken if not inputs[position].users]
     for position in unread:
         inputs[position].meta["example_value"] = 0
