@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,20 +32,22 @@ class Case:
 
     Attributes:
         name: its name in workloads.json.
-        pixel_values: `[num_patches, patch_dim]`, seeded noise.
-        grid_thw: `[num_items, 3]` int64.
+        pixel_values: `[num_patches, patch_dim]`, seeded noise; of a tower of images `[images, 3, height, width]`.
+        grid_thw: `[num_items, 3]` int64; None for a tower of images.
+        num_patches: rows into the tower's blocks.
         num_tokens: output rows.
     """
 
     name: str
     pixel_values: torch.Tensor
-    grid_thw: torch.Tensor
+    grid_thw: torch.Tensor | None
+    num_patches: int
     num_tokens: int
 
-    @property
-    def num_patches(self) -> int:
-        """Rows into the tower."""
-        return self.pixel_values.shape[0]
+    def inputs(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        """Arguments of the tower, the pixels in another dtype where one is given."""
+        pixels = self.pixel_values if dtype is None else self.pixel_values.to(dtype)
+        return (pixels,) if self.grid_thw is None else (pixels, self.grid_thw)
 
 
 class Towers:
@@ -71,7 +73,8 @@ class Towers:
     @cached_property
     def reference(self) -> torch.nn.Module:
         """The eager tower in a format with far more digits: float32 for bfloat16, float64 for float32."""
-        return copy.deepcopy(self.eager).to(torch.float32 if self.dtype == torch.bfloat16 else torch.float64)
+        tower = copy.deepcopy(self.eager)  # not `to(dtype)`, which takes complex buffers for real ones
+        return tower.float() if self.dtype == torch.bfloat16 else tower.double()
 
     @cached_property
     def vitcg(self) -> Any:
@@ -94,49 +97,58 @@ class Towers:
         return torch.compile(self.eager, mode="reduce-overhead")
 
     def case(self, name: str, grid: list[list[int]]) -> Case:
-        """Seeded noise for a layout."""
+        """Seeded noise for a layout. A tower of images of one size gets as many of them as the layout has frames."""
         config: Any = self.eager.config
+        if hasattr(config, "image_size"):
+            images = sum(frames for frames, _, _ in grid)
+            sides = (config.image_size, config.image_size)
+            noise = torch.randn(images, 3, *sides, generator=torch.Generator().manual_seed(0))
+            patches = images * (config.image_size // config.patch_size) ** 2
+            tokens = round(patches * config.pixel_shuffle_ratio**2)
+            return Case(name, noise.to(self.device, self.dtype), None, patches, tokens)
         pixels, grid_thw = testing.make_inputs(self.eager, grid)
-        return Case(name, pixels, grid_thw, len(pixels) // config.spatial_merge_size**2)
+        return Case(name, pixels, grid_thw, len(pixels), len(pixels) // config.spatial_merge_size**2)
 
     def runner(self, variant: str, case: Case) -> Runner:
         """The function to time, of every variant but `vitcg_replay`, which is `replay_of` the latest call."""
-        pixels, grid = case.pixel_values, case.grid_thw
+        given = case.inputs()
         if variant == "eager_sdpa":
-            return lambda: self.eager(pixels, grid)
+            return lambda: self.eager(*given)
         if variant == "eager_flash":
-            return lambda: self.flash(pixels, grid)
+            return lambda: self.flash(*given)
         if variant == "opbyop_graph":
-            given = flash.precompute(self.flash, grid)
+            if case.grid_thw is None:  # SDPA runs flash attention on a batch by itself
+                return _captured(lambda: self.eager(*given), self.device)
+            metadata = flash.precompute(self.flash, case.grid_thw)
             # Modules pop what they use, so each run gets its own dictionary.
-            return _captured(lambda: self.flash(pixels, grid, **given), self.device)
+            return _captured(lambda: self.flash(*given, **metadata), self.device)
         if variant == "vitcg_call":
-            return lambda: self.vitcg(pixels, grid)
+            return lambda: self.vitcg(*given)
         if variant == "vitcg_lane":
-            return lambda: self.lane(pixels, grid)
+            return lambda: self.lane(*given)
         if variant == "vitcg_unseen":
-            return _unseen(self.vitcg, live_towers(self.eager), pixels, grid)
+            return _unseen(self.vitcg, live_towers(self.eager), given)
         if variant == "compile":
-            return lambda: self.stock(pixels, grid)
+            return lambda: self.stock(*given)
         assert variant == "reduce_overhead", variant
-        return lambda: _marked(self.reduce_overhead, pixels, grid)
+        return lambda: _marked(self.reduce_overhead, given)
 
 
-def _unseen(tower: Any, parts: list[Any], pixels: torch.Tensor, grid: torch.Tensor) -> Runner:
+def _unseen(tower: Any, parts: list[Any], given: Sequence[torch.Tensor]) -> Runner:
     """Calls whose layout has not been seen before, of frames that have: what is known of layouts is forgotten each time."""
 
     def call() -> Any:
         for part in parts:
             part.forget_layouts()
-        return tower(pixels, grid)
+        return tower(*given)
 
     return call
 
 
-def _marked(tower: Any, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+def _marked(tower: Any, given: Sequence[torch.Tensor]) -> Any:
     """A call that says that the outputs of the last one are no longer needed, as this mode asks for."""
     torch.compiler.cudagraph_mark_step_begin()
-    return tower(pixels, grid)
+    return tower(*given)
 
 
 def _captured(run: Runner, device: torch.device) -> Runner:

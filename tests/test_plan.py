@@ -238,15 +238,17 @@ def test_observed_sizes_get_budgets_of_their_own() -> None:
     assert plan(plans, (1, 20, 20)).parts[0].bucket.tokens == 104  # 100 tokens: the old budget is still there
 
 
-def test_a_large_layout_that_keeps_coming_gets_a_budget() -> None:
+def test_a_layout_that_keeps_coming_gets_a_budget() -> None:
     """By its eighth call; not with budgets of the user's, nor where the ladder hardly pads, nor for small calls."""
     mix = ((1, 64, 64),) * 4 + ((1, 8, 8),)  # 4112 tokens
     close = ((1, 64, 64),) * 3 + ((1, 64, 63),)  # 4080 of 4096
-    small = ((1, 32, 32),) * 3 + ((1, 10, 10),)  # 793 of 832
+    video = ((8, 14, 14),)  # 392 of 416
+    small = ((1, 16, 16),) * 3 + ((1, 10, 10),)  # 217 of 224
     for layout, options, expected in (
         (mix, {}, [4352] * 7 + [4112] * 5),
         (close, {}, [4096] * 12),
-        (small, {}, [832] * 12),
+        (video, {}, [416] * 7 + [392] * 5),
+        (small, {}, [224] * 12),
         (mix, {"token_budgets": [64, 5000]}, [5000] * 12),
     ):
         plans = planner(**options)

@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from transformers import vision_utils
 import vitcg_backend
 from vitcg_backend import testing
 from vitcg_backend.backend import live_towers
+from vitcg_backend.bucketing import num_patches
 from vitcg_backend.errors import Refused
 from vitcg_backend.runtime import CompiledTower
 
@@ -825,23 +827,33 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str, always: bool) 
     tower = tiny_tower("qwen2_vl", depth=1)
     compiled = compile_tower(tower, token_budgets=[64])
     assert_same(compiled, tower, IMAGE)
-    original = layouts.LayoutCache._prologue
+    prologue, assembled = layouts.LayoutCache._prologue, layouts.LayoutCache._assembled
     runs = []
 
-    def moved(
-        self: layouts.LayoutCache, args: object, layout: object, tail: object, total: int, *, quick: bool = False
-    ) -> tuple[torch.Tensor, ...]:
-        runs.append((total, quick))
-        tensors = list(original(self, args, layout, tail, total, quick=quick))
-        for index, value in enumerate(tensors if quick or (tail and always) else ()):
-            if index in self.segment_rows and reason == "segments_differ":
+    def moved(cache: layouts.LayoutCache, made: Sequence[Any]) -> list[torch.Tensor]:
+        tensors = [layouts.tensor_of(value) for value in made]
+        for index, value in enumerate(tensors):
+            if index in cache.segment_rows and reason == "segments_differ":
                 tensors[index] = torch.cat([value[:1], value[1:2] // 2, value[1:]])
-            elif index not in self.segment_rows and reason == "metadata_differs":
+            elif index not in cache.segment_rows and reason == "metadata_differs":
                 tensors[index] = value + 1
-        return tuple(tensors)
+        return tensors
+
+    def by_itself(self: layouts.LayoutCache, args: Any, layout: Any, tail: Any, total: int) -> Sequence[torch.Tensor]:
+        runs.append((total, False))
+        found = prologue(self, args, layout, tail, total)
+        return moved(self, found) if tail and always else found
+
+    def by_frame(self: layouts.LayoutCache, args: Any, layout: Any) -> Sequence[Any] | None:
+        found = assembled(self, args, layout)
+        if found is None:
+            return None
+        runs.append((num_patches(layout), True))
+        return moved(self, found)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts.LayoutCache, "_prologue", moved)
+        patch.setattr(layouts.LayoutCache, "_prologue", by_itself)
+        patch.setattr(layouts.LayoutCache, "_assembled", by_frame)
         for _ in range(3):
             assert_same(compiled, tower, MIXED)
     assert stats(tower).fallbacks == {reason: 3 if always else 1}

@@ -22,7 +22,8 @@ from . import _torch, products
 from .attention import SegmentBounds, VarlenKernel
 from .batch_inputs import BatchInputs
 from .bucketing import Bucket
-from .layouts import LayoutValues
+from .layouts import LayoutValues, tensor_of
+from .packed import places, unpack
 from .passes import CompiledBody
 from .passes.graph import token_axes
 from .passes.program import AttentionStep
@@ -170,21 +171,19 @@ class Capture:
         shape[bound.pixel_axis] = self.bucket.patches * bound.pixels_per_row
         self.pixels = self._buffer("pixels", shape, _contiguous(shape), pixels.dtype)
         self.batch = BatchInputs(bound, args, self.bucket.patches, self.arena)
-        self.tensors: list[Tensor] = []
-        self.copied: list[int] = []
-        for index, (node, tensor) in enumerate(zip(self.body.hoisted.metadata, values.tensors, strict=True)):
-            if not self.body.program.reads(index):
-                self.tensors.append(tensor)  # attention has its own form of it; a result is taken from the unpadded grid
-                continue
-            fake = node.meta["val"]
-            sizes = [_size(bound.symbols, s, n) for s in fake.shape]
-            strides = [_size(bound.symbols, s, n) for s in fake.stride()]
-            self.tensors.append(self._buffer(("metadata", index), sizes, strides, tensor.dtype))
-            self.copied.append(index)
-        self.segments = {
-            index: self._buffer(("segments", index), t.shape, _contiguous(t.shape), t.dtype)
-            for index, t in values.segments.items()
-        }
+        nodes = self.body.hoisted.metadata
+        self.copied = [index for index in range(len(nodes)) if self.body.program.reads(index)]
+        # Those not copied: attention has its own form of them; a result is taken from the unpadded grid.
+        self.tensors: list[Any] = [None if i in self.copied else tensor_of(made) for i, made in enumerate(values.made)]
+        shapes = [[_size(bound.symbols, s, n) for s in nodes[i].meta["val"].shape] for i in self.copied]
+        shapes += [list(t.shape) for t in values.segments.values()]
+        dtypes = [values.made[i].dtype for i in self.copied] + [t.dtype for t in values.segments.values()]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self.packed = self._buffer("metadata", [places(sizes)[1]], [1], torch.uint8)
+        views = unpack(self.packed, shapes, dtypes)
+        for index, view in zip(self.copied, views, strict=False):
+            self.tensors[index] = view
+        self.segments = dict(zip(values.segments, views[len(self.copied) :], strict=True))
 
     def _buffer(self, name: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.arena.view(name, shape, stride, dtype, self.device)
@@ -211,8 +210,7 @@ class Capture:
     @property
     def static_bytes(self) -> int:
         """Bytes of the static inputs that this size uses (shared with other sizes) and of its outputs."""
-        tensors = [self.pixels, *self.batch.tensors, *self.segments.values(), *(self.tensors[i] for i in self.copied)]
-        return sum(t.numel() * t.element_size() for t in tensors) + self._result_bytes()
+        return sum(t.nbytes for t in (self.pixels, *self.batch.tensors, self.packed)) + self._result_bytes()
 
     @property
     def own_bytes(self) -> int:
@@ -234,9 +232,11 @@ class Capture:
         self.batch.write(args, rows)
         if self.arena.owner == (self.serial, values.serial):
             return
-        targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())
-        sources = [values.tensors[i] for i in self.copied] + list(values.segments.values())
-        if targets:
+        if values.packed is not None:
+            self.packed.copy_(values.packed, non_blocking=True)
+        elif self.packed.numel():
+            sources = [tensor_of(values.made[i]) for i in self.copied] + list(values.segments.values())
+            targets = [self.tensors[i] for i in self.copied] + list(self.segments.values())
             torch._foreach_copy_(targets, sources, non_blocking=True)
         self.arena.owner = (self.serial, values.serial)
 
@@ -373,8 +373,8 @@ def bytes_needed(body: CompiledBody, bucket: Bucket, args: Sequence[Any], values
     pixels = args[body.bound.pixels]
     width = body.bound.pixels_per_row * pixels.element_size()
     total = pixels.numel() // pixels.shape[body.bound.pixel_axis] * bucket.patches * width
-    total += sum(t.numel() * t.element_size() for t in values.segments.values())
-    total += sum(t.numel() * t.element_size() for i, t in enumerate(values.tensors) if body.program.reads(i))
+    total += sum(t.nbytes for t in values.segments.values())
+    total += sum(math.prod(m.shape) * m.dtype.itemsize for i, m in enumerate(values.made) if body.program.reads(i))
     for fake in body.program.output_values:
         if isinstance(fake, Tensor):
             sizes = [_size(body.bound.symbols, size, bucket.tokens) for size in fake.shape if body.bound.symbols.linear(size)]

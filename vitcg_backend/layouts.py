@@ -4,16 +4,17 @@ The prologue runs on the real grid, or, for a bucket, on the real grid with dumm
 results are right for every row. A padded layout is checked before a result that it served is given out: segments and gathers
 must not cross from real rows to padded ones, and what belongs to a real row must be what the real grid alone gives.
 
-Where the prologue can run on the host it does, from frames seen before (`prologue_by_frame`), and its results go to the
-device in one copy. The check, which needs the prologue itself, then comes after the replay has been launched
-(`LayoutCache.check`): the device works meanwhile. It may, because the padded grid is a grid like any other: whatever the check
-finds, no index is out of bounds.
+Where the prologue can run on the host it does, from frames seen before (`frames`), and the capture that reads its results
+copies them to the device at once (`packed`). The check, which needs the prologue itself, then comes after the replay has been
+launched (`LayoutCache.check`): the device works meanwhile. It may, because the padded grid is a grid like any other: whatever
+the check finds, no index is out of bounds.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +26,14 @@ from torch import Tensor, fx
 from . import _torch
 from .attention import KernelChoice, SegmentBounds, VarlenKernel, tiered
 from .bucketing import Bucket, Layout, tail_grid
+from .frames import Assembled, FrameByFrame
+from .packed import pack, unpack
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .passes.program import AttentionStep
 from .sizes import Sizes
 
-__all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit", "grid_tensor"]
+__all__ = ["MAX_BYTES", "LayoutCache", "LayoutValues", "Misfit", "grid_tensor", "tensor_of"]
 
 _MAX_LAYOUTS = 512
 MAX_BYTES = 256 << 20
@@ -47,33 +50,41 @@ class Misfit(Exception):
 
 @dataclass
 class LayoutValues:
-    """Metadata of one layout, on the device.
+    """Metadata of one layout.
 
     Attributes:
-        tensors: results of the prologue, in its order.
+        made: results of the prologue, in its order.
         segments: metadata index of a cu_seqlens -> what the attention kernel reads, int32.
         kernels: metadata index of a cu_seqlens -> the attention kernel of its segments, which `segments` was made for.
         bounds: metadata index of a cu_seqlens -> the static bounds that `segments` was made for.
         num_segments: most segments among them that belong to the call, the padded tail left out.
-        ready: event recorded after they were computed (CUDA), for those of no bucket.
-        stream: handle of the stream they were computed on.
+        packed: all that a capture reads, on the host in one buffer; None where the prologue runs on the device.
+        ready: event recorded after they were on the device (CUDA), for those of no bucket.
+        stream: handle of the stream that they came to the device on, None for what is on the host.
         boundaries: metadata index of a cu_seqlens -> its values, for the unpadded layout alone.
         serial: a number no other values have.
-        unchecked: the prologue's results and the values of each cu_seqlens, until `LayoutCache.check` has looked at them.
+        unchecked: the values of each cu_seqlens, until `LayoutCache.check` has looked at them.
         misfit: what it found.
     """
 
-    tensors: tuple[Tensor, ...]
+    made: Sequence[Tensor | Assembled]
     segments: dict[int, Tensor]
     kernels: dict[int, VarlenKernel]
     bounds: dict[int, SegmentBounds]
     num_segments: int
+    packed: Tensor | None = None
     ready: Any = None
     stream: Any = None
     boundaries: dict[int, list[int]] = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)
-    unchecked: tuple[tuple[Tensor, ...], dict[int, list[int]]] | None = None
+    unchecked: dict[int, list[int]] | None = None
     misfit: Misfit | None = None
+    _there: tuple[Sequence[Tensor], dict[int, Tensor]] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Results of the prologue where it ran, in its order."""
+        return [tensor_of(result) for result in self.made]
 
     @property
     def launches(self) -> tuple[tuple[int, str, SegmentBounds], ...]:
@@ -82,35 +93,43 @@ class LayoutValues:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(t.numel() * t.element_size() for t in (*self.tensors, *self.segments.values()))
+        """Bytes of its tensors, which lie on the host a second time in one buffer, or on the device once they are there."""
+        made = sum(math.prod(m.shape) * m.dtype.itemsize for m in self.made)
+        return 2 * (made + sum(t.nbytes for t in self.segments.values()))
 
-    def upload(self, device: torch.device) -> None:
-        """Move everything to a GPU in one copy out of pinned memory, which waits for nothing."""
-        sources = [*self.tensors, *self.segments.values()]
-        if not sources:
-            return
-        # Wide elements first: so each tensor begins at a multiple of its own element size.
-        order = sorted(range(len(sources)), key=lambda i: -sources[i].element_size())
-        flat = [sources[i].reshape(-1).view(torch.uint8) for i in order]
-        sizes = [f.numel() for f in flat]
-        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-        torch.cat(flat, out=staged)
-        moved: list[Tensor] = [torch.empty(0)] * len(sources)
-        for i, part in zip(order, staged.to(device, non_blocking=True).split(sizes), strict=True):
-            moved[i] = part.view(sources[i].dtype).view(sources[i].shape)
-        self.tensors = tuple(moved[: len(self.tensors)])
-        self.segments = dict(zip(self.segments, moved[len(self.tensors) :], strict=True))
+    def on(self, device: torch.device) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
+        """`tensors` and `segments` where the pieces run. They go to a GPU in one copy that waits for nothing, once."""
+        if self._there is None:
+            sources = [*self.tensors, *self.segments.values()]
+            if self.stream is None and device.type == "cuda" and sources:
+                with torch.inference_mode(False), torch.no_grad():
+                    buffer = pack([(source,) for source in sources], pinned=True).to(device, non_blocking=True)
+                    sources = unpack(buffer, [s.shape for s in sources], [s.dtype for s in sources])
+                self.note_stream(device, shared=True)
+            made, segments = sources[: len(self.made)], sources[len(self.made) :]
+            self._there = made, dict(zip(self.segments, segments, strict=True))
+        self.wait()
+        return self._there
+
+    def note_stream(self, device: torch.device, *, shared: bool) -> None:
+        """Remember where they come to the device; with `shared` other streams use them in no order that a tower keeps."""
+        self.stream = _torch.raw_stream(device)
+        if shared:
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Make the current stream see these values, and keep their memory until it is done with them."""
-        tensors = (*self.tensors, *self.segments.values())
-        if self.stream is None or not tensors or _torch.raw_stream(tensors[0].device) == self.stream:
+        """Make the current stream see what is on the device, and keep its memory until it is done with it."""
+        if self.stream is None:
             return
-        stream = torch.cuda.current_stream(tensors[0].device)
+        tensors, segments = (self.tensors, self.segments) if self._there is None else self._there
+        on_gpu = [t for t in (*tensors, *segments.values()) if t.device.type == "cuda"]
+        if not on_gpu or _torch.raw_stream(on_gpu[0].device) == self.stream:
+            return
+        stream = torch.cuda.current_stream(on_gpu[0].device)
         if self.ready is not None:
             stream.wait_event(self.ready)
-        for tensor in tensors:
+        for tensor in on_gpu:
             tensor.record_stream(stream)
 
 
@@ -140,7 +159,9 @@ class LayoutCache:
         self.other_sizes = [i for i in self.sizes.others if i in body.hoisted.prologue_inputs]
         self._values: OrderedDict[Any, LayoutValues] = OrderedDict()
         self._shared: dict[Bucket | None, list[tuple[dict[int, VarlenKernel], dict[int, SegmentBounds]]]] = {}
-        self._host, self._quick = body.host_prologue, body.quick_prologue
+        self._host = body.host_prologue
+        by_grid = self._host is not None and not self.items and not self.other_sizes
+        self._by_frame = FrameByFrame() if by_grid else None
         self._host_agrees: bool | None = None  # with the prologue on the device; not yet looked at
         self._traced: _Traced | None = None
 
@@ -226,24 +247,25 @@ class LayoutCache:
         """
         if values.unchecked is None:
             return
-        padded, lists = values.unchecked
+        lists = values.unchecked
         with torch.inference_mode(False), torch.no_grad():
             if self._host is None:
                 exact = self.get(args, layout, rows, None)
                 tensors, boundaries = exact.tensors, exact.boundaries
             else:
-                # Of one frame the functions' results are kept as they are: put together or not is the same.
+                # Of one frame the prologue's own results are kept: put together or not is the same.
                 alone = layout is not None and len(layout) == 1 and layout[0][:-2] in ((), (1,))
-                tensors = self._prologue(args, layout, (), rows, quick=alone)
+                known = self._assembled(args, layout or ()) if alone else None
+                tensors = [tensor_of(m) for m in known or self._prologue(args, layout, (), rows)]
                 boundaries = self._boundaries(args, tensors, rows)
             values.unchecked = None
             try:
-                self._check_closed(padded, lists, boundaries, rows)
-                self._check_equal(padded, tensors, rows)
+                self._check_closed(values.made, lists, boundaries, rows)
+                self._check_equal(values.made, tensors, rows)
             except Misfit as misfit:
                 values.misfit = misfit
-                if self._quick is not None:  # it may be at fault: from now on without it, and this layout once more
-                    self._quick = None
+                if self._by_frame is not None:  # it may be at fault: from now on without it, and this layout once more
+                    self._by_frame = None
                     self._drop(lambda key: True)
                 raise
 
@@ -255,36 +277,52 @@ class LayoutCache:
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         device = args[self.body.bound.pixels].device
         with torch.inference_mode(False), torch.no_grad():
-            quick = bucket is not None and self._quick is not None
-            tensors = self._prologue(args, layout, tail, total, quick=quick)
-            lists = self._boundaries(args, tensors, total)
-            values = self._with_segments(tensors, lists, rows, bucket, measure, shared)
-            if total == rows and not quick:
+            assembled = None if bucket is None or layout is None else self._assembled(args, (*layout, *tail))
+            made = self._prologue(args, layout, tail, total) if assembled is None else assembled
+            lists = self._boundaries(args, made, total)
+            values = self._with_segments(made, lists, rows, bucket, measure, shared)
+            if total == rows and assembled is None:
                 values.boundaries = lists
             else:
-                values.unchecked = tensors, lists
+                values.unchecked = lists
+            on_host = self._host is not None or device.type == "cpu"
+            if on_host and bucket is not None:
+                values.packed = pack(self._read_by_pieces(values), pinned=device.type == "cuda")
             if self._host is None:
                 self.check(args, layout, rows, values)
-            elif device.type == "cuda":
-                values.upload(device)
-        if device.type == "cuda":
-            values.stream = _torch.raw_stream(device)
-            if bucket is None:  # those of buckets are made and used in the order that a tower keeps its streams in
-                values.ready = torch.cuda.Event()
-                values.ready.record(torch.cuda.current_stream(device))
+        if not on_host:  # those of buckets are made and used in the order that a tower keeps its streams in
+            values.note_stream(device, shared=bucket is None)
         return values
 
-    def _prologue(
-        self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int, *, quick: bool = False
-    ) -> tuple[Tensor, ...]:
-        """Results of the prologue on a layout and a tail, where `_host` runs: on the host."""
+    def _read_by_pieces(self, values: LayoutValues) -> list[Sequence[Tensor]]:
+        """What a capture copies, as `pack` takes it."""
+        made = [values.made[index] for index, _, _ in self._facts().axes]
+        pieces: list[Sequence[Tensor]] = [(m,) if isinstance(m, Tensor) else m.pieces() for m in made]
+        return pieces + [(s,) for s in values.segments.values()]
+
+    def _assembled(self, args: Sequence[Any], layout: Layout) -> list[Assembled] | None:
+        """Results of the prologue on the host, put together from frames; None where they cannot be."""
+        if self._by_frame is None or not self._on_host(args, layout):
+            return None
+        host = self._host
+        assert host is not None  # `_on_host` says so
+        return self._by_frame(layout, lambda part: self._run(host, args, part, (), _patches(part)))
+
+    def _on_host(self, args: Sequence[Any], layout: Layout | None, tail: Layout = (), total: int = 0) -> bool:
+        """Whether the prologue runs on the host."""
         if self._host is not None and self._host_agrees is not True:
             device = args[self.body.bound.pixels].device.type
+            total = total or _patches(layout or ())
             self._host_agrees = device == "cpu" or self._agrees(args, layout, tail, total)
             if not self._host_agrees:
-                self._host = self._quick = None
-        module = self.body.hoisted.prologue if self._host is None else self._host
-        return self._run(self._quick if quick and self._quick is not None else module, args, layout, tail, total)
+                self._host = self._by_frame = None
+        return self._host is not None
+
+    def _prologue(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> tuple[Tensor, ...]:
+        """Results of the prologue on a layout and a tail, where `_host` runs: on the host."""
+        on_host = self._on_host(args, layout, tail, total)
+        module = self._host if on_host else None
+        return self._run(self.body.hoisted.prologue if module is None else module, args, layout, tail, total)
 
     def _agrees(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> bool:
         """Whether the host gives what the device gives, on the first layout: the last word on `prologue_on_host`."""
@@ -319,7 +357,7 @@ class LayoutCache:
             inputs.append(value)
         return tuple(module.forward(*inputs))  # as in `CompiledTower._operators`
 
-    def _check_shapes(self, args: Sequence[Any], tensors: tuple[Tensor, ...], n: int) -> None:
+    def _check_shapes(self, args: Sequence[Any], tensors: Sequence[Tensor | Assembled], n: int) -> None:
         """Compiled pieces believe the shapes that they were traced with; what the caller gives may have any."""
         for place, name, forms in self._facts().shapes:
             tensor = tensors[place] if place >= 0 else args[-place - 1]
@@ -332,7 +370,7 @@ class LayoutCache:
             self._traced = _Traced.of(self.body)
         return self._traced
 
-    def _boundaries(self, args: Sequence[Any], tensors: tuple[Tensor, ...], total: int) -> dict[int, list[int]]:
+    def _boundaries(self, args: Sequence[Any], tensors: Sequence[Tensor | Assembled], total: int) -> dict[int, list[int]]:
         """The values of each cu_seqlens, such as eager's attention takes: whole rows, no segment empty."""
         n = total // self.body.bound.symbols.unit
         self._check_shapes(args, tensors, n)
@@ -346,31 +384,31 @@ class LayoutCache:
         return lists
 
     def _check_closed(
-        self, tensors: tuple[Tensor, ...], lists: dict[int, list[int]], exact: dict[int, list[int]], rows: int
+        self, made: Sequence[Tensor | Assembled], lists: dict[int, list[int]], exact: dict[int, list[int]], rows: int
     ) -> None:
         unit = self.body.bound.symbols.unit
         for index, cu in lists.items():
             if cu[: len(exact[index])] != exact[index]:
                 raise Misfit("segments_differ", f"segments {index} of {rows} real rows depend on the padding")
         for index, index_rows, source_rows in self.body.gathers:
-            order, real, limit = tensors[index], rows // unit * index_rows, rows // unit * source_rows
+            order, real, limit = tensor_of(made[index]), rows // unit * index_rows, rows // unit * source_rows
             closed = (order[:real] < limit).all() & (order[:real] >= 0).all() & (order[real:] >= limit).all()
             if not bool(closed):
                 raise Misfit("gather_crosses_padding", f"metadata {index} moves rows across row {limit}")
 
-    def _check_equal(self, padded: tuple[Tensor, ...], exact: tuple[Tensor, ...], rows: int) -> None:
+    def _check_equal(self, padded: Sequence[Tensor | Assembled], exact: Sequence[Tensor], rows: int) -> None:
         """The contract of metadata: what belongs to a real row is the same with and without dummy items."""
         for index, name, axis in self._facts().axes:
             if index in self.segment_rows:
                 continue  # checked by their boundaries; handed out as the unpadded grid gives them
-            a, b = padded[index], exact[index]
+            a, b = tensor_of(padded[index]), exact[index]
             real = a if axis is None else a.narrow(axis, 0, b.shape[axis])
             if not torch.equal(real, b):
                 raise Misfit("metadata_differs", f"metadata {name} of {rows} real rows depends on the padding")
 
     def _with_segments(
         self,
-        tensors: tuple[Tensor, ...],
+        made: Sequence[Tensor | Assembled],
         lists: dict[int, list[int]],
         rows: int,
         bucket: Bucket | None,
@@ -380,16 +418,17 @@ class LayoutCache:
         bounds, most = {}, 0
         for index, cu in lists.items():
             real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
-            most = max(most, sum(end <= real for end in cu[1:]))
+            most = max(most, bisect_right(cu, real) - 1)
             bounds[index] = SegmentBounds(cu[-1], len(cu) - 1, max((b - a for a, b in itertools.pairwise(cu)), default=0))
         if self.choice is None:  # no attention, no segments
-            return LayoutValues(tensors, {}, {}, {}, most)
+            return LayoutValues(made, {}, {}, {}, most)
         kernels, bounds = self._served_by(bucket, bounds, self.choice, measure, shared)
-        segments = {
-            index: kernels[index].metadata(cu, bounds[index]).to(tensors[index].device, non_blocking=True)
-            for index, cu in lists.items()
-        }
-        return LayoutValues(tensors, segments, kernels, bounds, most)
+        segments = {index: kernels[index].metadata(cu, bounds[index]) for index, cu in lists.items()}
+        for index in segments:
+            where = made[index]
+            if isinstance(where, Tensor):
+                segments[index] = segments[index].to(where.device, non_blocking=True)
+        return LayoutValues(made, segments, kernels, bounds, most)
 
     def _served_by(
         self, bucket: Bucket | None, exact: dict[int, SegmentBounds], choice: KernelChoice, measure: bool, shared: bool
@@ -429,6 +468,15 @@ class _Traced:
             [(i, node.name, [symbols.linear(size) for size in node.meta["val"].shape]) for i, node in (*made, *extra)],
             [(i, node.name, next(iter(token_axes(node.meta["val"], symbols)), None)) for i, node in made],
         )
+
+
+def tensor_of(made: Tensor | Assembled) -> Tensor:
+    """A result of the prologue as a tensor."""
+    return made if isinstance(made, Tensor) else made.tensor()
+
+
+def _patches(layout: Layout) -> int:
+    return sum(map(math.prod, layout))
 
 
 def grid_tensor(layout: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:

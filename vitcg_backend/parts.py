@@ -73,21 +73,26 @@ class Parts:
         self.layouts.sizes.fill(arguments, part.rows // bound.symbols.unit, len(part.layout or ()))
         return arguments
 
-    def joined(self, args: Sequence[Any], layout: Layout | None, rows: int, plan: Plan) -> Joined:
-        """Where the results of the parts go, once the parts have been found independent of one another.
+    def joined(self, args: Sequence[Any], layout: Layout | None, rows: int) -> Joined:
+        """Where the results of the parts go."""
+        metadata: Sequence[Tensor] = ()
+        if any(kind == "metadata" for kind, _ in self.body.program.outputs):
+            metadata = self.layouts.get(args, layout, rows, None).on(args[self.body.bound.pixels].device)[0]
+        return Joined(self.body, args, rows, metadata)
+
+    def check(self, args: Sequence[Any], layout: Layout | None, rows: int, plan: Plan) -> None:
+        """Look whether the parts of a plan are independent of one another, once for a layout: while the device works on them.
 
         Raises:
             Misfit: they are not; the reason is ``parts_depend``.
             Exception: what the tower's own metadata functions raise for a bad grid.
         """
-        whole = self.layouts.get(args, layout, rows, None).tensors
         key = rows if layout is None else layout
         if self._checked.get(key) is not plan:
-            self._check(args, whole, plan)
+            self._check(args, self.layouts.get(args, layout, rows, None).tensors, plan)
             if len(self._checked) >= _MAX_CHECKED:
                 self._checked.clear()
             self._checked[key] = plan
-        return Joined(self.body, args, rows, whole)
 
     def _check(self, args: Sequence[Any], whole: Sequence[Tensor], plan: Plan) -> None:
         borders = {index: whole[index].tolist() for index in self.layouts.segment_rows}

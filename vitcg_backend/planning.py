@@ -26,8 +26,8 @@ __all__ = ["REPEATED", "Part", "Plan", "Planner"]
 _MAX_PLANS = 1024
 _MAX_SIZES = 4096
 _MAX_OWN = 16  # budgets at most that the automatic ladder gives to sizes that keep coming
-_LEAST_OWN = 1024  # output tokens: below, the host's time counts for more than the padding's
-_MUCH_PADDING = 1 / 32
+_LEAST_OWN = 256  # output tokens: below, launches count for more than rows
+_MUCH_PADDING = 1 / 64
 _REFIT_AFTER = 64  # calls until budgets are first fitted to the traffic; then twice as many, up to _REFIT_EVERY
 _REFIT_EVERY = 4096
 WORTH = 0.1  # share of a call's cost that several replays have to save in place of one, at once
@@ -145,7 +145,7 @@ class Planner:
         if self._observes:
             self._observe(rows // self.unit)
         key = rows if layout is None else layout
-        if layout is not None and len(layout) > 1:
+        if layout is not None:
             self._count(layout)
         plan = None if self.warms else self._plans.get(key)
         if plan is None:
@@ -160,7 +160,7 @@ class Planner:
 
     def is_final(self, layout: Layout | None, rows: int) -> bool:
         """Whether the next call of this layout gets the plan that is kept for it, and need not be counted."""
-        counted = layout is None or len(layout) == 1 or self._repeats.get(layout, 0) >= REPEATED
+        counted = layout is None or self._repeats.get(layout, 0) >= REPEATED
         return counted and (rows if layout is None else layout) in self._plans and not self._observes
 
     def learn(self, part: Part, replay_s: float, uncaptured_s: float) -> None:
@@ -211,7 +211,7 @@ class Planner:
         self.version += 1
 
     def _count(self, layout: Layout) -> None:
-        """Count the calls of several items by layout."""
+        """Count the calls of a layout."""
         if len(self._repeats) >= _MAX_PLANS and layout not in self._repeats:
             self._repeats.pop(next(iter(self._repeats)))
         self._repeats[layout] = self._repeats.get(layout, 0) + 1

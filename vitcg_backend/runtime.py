@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from . import _dynamo_call, _torch, costs
 from .attention import KernelChoice
@@ -367,27 +367,36 @@ class CompiledTower:
             return results, ask if reason is None else ask.because(reason)
 
     def _in_parts(self, args: Sequence[Any], ask: _Ask, state: int) -> tuple[list[Any] | None, _Ask]:
-        try:
-            joined = self.parts.joined(args, ask.layout, ask.rows, ask.plan)
-        except Misfit as misfit:
-            self.stats.refusals[misfit.reason] = str(misfit)
-            self.planner.keep_whole(ask.layout)
-            ask = _Ask(ask.layout, ask.rows, self._plan(ask.layout, ask.rows))
-            return self._planned(args, ask, state) if ask.plan.parts else (None, ask)
-        except Exception as error:  # the tower's own functions reject the grid: let eager's path say so
-            log.info("metadata of %s: %s", ask.layout, error)
-            return None, ask.because("invalid_grid")
         refused = None
+        try:
+            joined = self.parts.joined(args, ask.layout, ask.rows)
+        except Exception as error:
+            return None, self._rejected(ask, error)
         for part in ask.plan.parts:
             own = self.parts.cut(args, part)
             results, reason = self._replay(own, part, state, borrow=True)
             refused = refused or reason
             joined.add(part, self._uncaptured(own, part.layout, part.rows) if results is None else results)
+        try:
+            self.parts.check(args, ask.layout, ask.rows, ask.plan)
+        except Misfit as misfit:
+            del joined, results
+            self.stats.refusals[misfit.reason] = str(misfit)
+            self.planner.keep_whole(ask.layout)
+            ask = _Ask(ask.layout, ask.rows, self._plan(ask.layout, ask.rows))
+            return self._planned(args, ask, state) if ask.plan.parts else (None, ask)
+        except Exception as error:
+            return None, self._rejected(ask, error)
         if ask.plan.rival is not None and refused is None:
             self._choose(args, ask, state)
         if self.planner.lacks(ask.rows):
             self.planner.learn_uncaptured(ask.layout, ask.rows, self._uncaptured_s(args, ask.layout, ask.rows))
         return joined.results, ask if refused is None else ask.because(refused)
+
+    def _rejected(self, ask: _Ask, error: Exception) -> _Ask:
+        """A call whose grid the tower's own functions do not take: eager's path says so."""
+        log.info("metadata of %s: %s", ask.layout, error)
+        return ask.because("invalid_grid")
 
     def _choose(self, args: Sequence[Any], ask: _Ask, state: int) -> None:
         """Measure several replays beside one of everything: once for a layout that comes again."""
@@ -482,11 +491,15 @@ class CompiledTower:
         results = list(capture.real_rows(part.rows)) if borrow else capture.copy_out(part.rows)
         for number, (kind, index) in enumerate(self.body.program.outputs):
             if kind == "metadata":  # as the unpadded grid gives it
-                results[number] = self._layouts.get(args, part.layout, part.rows, None).tensors[index].clone()
+                results[number] = self._exact(args, part.layout, part.rows)[0][index].clone()
         if self.body.tail is not None:
-            exact = self._layouts.get(args, part.layout, part.rows, None).tensors
+            exact, _ = self._exact(args, part.layout, part.rows)
             results = self.body.tail(part.rows // self.body.bound.symbols.unit, args, results, exact)
         return results
+
+    def _exact(self, args: Sequence[Any], layout: Layout | None, rows: int) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
+        """Metadata of the unpadded grid on the device, and what attention reads of it."""
+        return self._layouts.get(args, layout, rows, None).on(self._device)
 
     def _uncaptured(self, args: Sequence[Any], layout: Layout | None, rows: int) -> list[Any]:
         """The compiled pieces on the exact rows, where they are right for that many."""
@@ -496,6 +509,7 @@ class CompiledTower:
         try:
             with self._lock:
                 values = self._layouts.get(args, layout, rows, None, keep=not self._extra)
+                tensors, segments = values.on(self._device)
         except Exception as error:  # eager's own error comes from the operators
             log.info("metadata of %s: %s", layout, error)
             return self._operators(args)
@@ -503,8 +517,8 @@ class CompiledTower:
         n = rows // bound.symbols.unit
         try:
             with torch.no_grad():
-                results = run_body(self.body, arguments, n, values.tensors, values.segments, values.kernels, values.bounds)
-                return results if self.body.tail is None else self.body.tail(n, args, results, values.tensors)
+                results = run_body(self.body, arguments, n, tensors, segments, values.kernels, values.bounds)
+                return results if self.body.tail is None else self.body.tail(n, args, results, tensors)
         except Exception as error:  # a compiled piece or a kernel fails where the operators may not
             log.warning("vitcg runs a call of %d tokens by operators: %s: %s", n, type(error).__name__, error)
             self.stats.refusals["pieces_failed"] = f"{type(error).__name__}: {error}"

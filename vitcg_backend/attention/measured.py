@@ -37,6 +37,7 @@ captures of a bucket."""
 CLOSE_MARGIN, CLOSE_GAIN = 0.25, 10e-6
 """The same where it wants close bounds and the first does not: a bucket is then captured once for each tier of them."""
 
+_MAX_SERVED = 4096
 _ROUNDS = 3
 _LAUNCHES = 2  # of a round: the second reads inputs that the first has left in the cache, as the next layer's does
 _HOPELESS = 1.5  # a candidate that takes so many times the best of a round is not run again
@@ -64,6 +65,7 @@ class MeasuredChoice:
         self._kept: KeptChoices | None = None
         self._chosen: dict[str, str] = {}
         self._usable: list[VarlenKernel] | None = None
+        self._served: dict[tuple[int, SegmentBounds], VarlenKernel] = {}  # what has been found for exact bounds
 
     @property
     def capturable(self) -> bool:
@@ -74,6 +76,17 @@ class MeasuredChoice:
         """As `KernelChoice.at`; it waits for the device where it measures."""
         if shared and not self.default.needs_longest:
             return self.default
+        known = self._served.get((segments, bounds))
+        if known is None:
+            known, final = self._find(segments, bounds, measure)
+            if final:
+                if len(self._served) >= _MAX_SERVED:
+                    self._served.clear()
+                self._served[segments, bounds] = known
+        return known
+
+    def _find(self, segments: int, bounds: SegmentBounds, measure: bool) -> tuple[VarlenKernel, bool]:
+        """The kernel of a size class, and whether it is that from now on."""
         shapes = self.shapes[segments]
         device = shapes[0].device
         if self._kept is None:
@@ -82,9 +95,9 @@ class MeasuredChoice:
             self._chosen = {key: name for key, name in known.items() if name in self.kernels}
         key = size_class(shapes, bounds)
         if key in self._chosen and self._can_serve(self.kernels[self._chosen[key]]):
-            return self.kernels[self._chosen[key]]
+            return self.kernels[self._chosen[key]], True
         if not measure or bounds.rows == 0 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return self.default
+            return self.default, False
         if self._usable is None:  # asked for here and not before: it imports packages
             self._usable = [kernel for kernel in self.kernels.values() if self._can_serve(kernel)]
         times = self._measured(shapes, bounds) if len(self._usable) > 1 else {}
@@ -92,7 +105,7 @@ class MeasuredChoice:
         if times:
             _torch.log.info("attention of %s: %s, of %s", key, self._chosen[key], times)
             self._kept.add(key, self._chosen[key], times)
-        return self.kernels[self._chosen[key]]
+        return self.kernels[self._chosen[key]], True
 
     def _fastest(self, seconds: Mapping[str, float]) -> str:
         """The fastest that is worth it; without times, and where that is itself near the best, the first."""

@@ -24,6 +24,8 @@ from .base import SegmentBounds
 
 __all__ = ["capacity", "heights", "section_start", "tile_table"]
 
+_MANY = 32  # tiles of one segment, from which on whole columns are faster than rows
+
 
 def heights(bounds: SegmentBounds) -> tuple[int, ...]:
     """Tile heights, in rows, that a table for `bounds` holds a section for."""
@@ -73,12 +75,15 @@ def tile_table(cu_seqlens: Sequence[int], bounds: SegmentBounds) -> Tensor:
 def _section(pieces: Sequence[tuple[int, int, int]], height: int) -> array[int]:
     """Four ints for each tile of `pieces`, which are (first row, rows attended to, end)."""
     tiles = array("i")
-    for start, keys, end in pieces:
-        if end - start <= height:
-            tiles.extend((start, keys, start, end))
-        else:  # a long segment: the columns at once
-            firsts = range(start, end, height)
-            rows = array("i", (start, keys, 0, end)) * len(firsts)
-            rows[2::4] = array("i", firsts)
-            tiles.extend(rows)
+    at_once = 0
+    for start, keys, end in pieces:  # the longest come first: the columns of each of these at once
+        if end - start <= _MANY * height:
+            break
+        firsts = range(start, end, height)
+        rows = array("i", (start, keys, 0, end)) * len(firsts)
+        rows[2::4] = array("i", firsts)
+        tiles.extend(rows)
+        at_once += 1
+    rest = pieces[at_once:]
+    tiles.extend([x for start, keys, end in rest for first in range(start, end, height) for x in (start, keys, first, end)])
     return tiles

@@ -1,7 +1,7 @@
 """The compiler: the ordered passes, and nothing else. Each file holds one pass and says what it does, before and after.
 
 On the Dynamo graph: `take_out_checks`, `write_out_of_place`, `bind_tokens`, `hoist_metadata`, `prologue_on_host`,
-`prologue_by_frame`, `cut_tail`, `split_at_attention`; before all of them, in `backend.py`, `take_out_crops`. On each unique
+`cut_tail`, `split_at_attention`; before all of them, in `backend.py`, `take_out_crops`. On each unique
 piece, at ATen level: the trace, `prove_padding`, the rewrites, Inductor.
 """
 
@@ -27,7 +27,6 @@ from .hoist_metadata import Hoisted, hoist_metadata
 from .measure_products import measure_products, products_of
 from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
-from .prologue_by_frame import prologue_by_frame
 from .prologue_on_host import prologue_on_host
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
 from .split_at_attention import split_at_attention
@@ -87,7 +86,6 @@ class CompiledBody:
     Attributes:
         hoisted: prologue and what it feeds.
         host_prologue: the prologue for a grid on the host, None where it has to run on the device.
-        quick_prologue: the same, put together from frames seen before; what it gives is to be compared with the former.
         program: the body.
         tail: what runs after it on the exact rows, None when the body is all.
         functions: for each unique piece of the program, what to call.
@@ -101,7 +99,6 @@ class CompiledBody:
 
     hoisted: Hoisted
     host_prologue: fx.GraphModule | None
-    quick_prologue: fx.GraphModule | None
     program: Program
     tail: Tail | None
     functions: list[PieceFunction]
@@ -168,7 +165,6 @@ def compile_body(
     hoisted = hoist_metadata(bound)
     dump("hoist_metadata_prologue", hoisted.prologue)
     on_host = prologue_on_host(hoisted)
-    quick = None if on_host is None else prologue_by_frame(on_host)
     tail = cut_tail(hoisted)
     if tail is not None:
         dump("tail", tail.gm)
@@ -196,9 +192,7 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(
-        hoisted, on_host, quick, program, tail, functions, checked, refusal, limits, decisions, checks, products
-    )
+    return CompiledBody(hoisted, on_host, program, tail, functions, checked, refusal, limits, decisions, checks, products)
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:

@@ -1,20 +1,17 @@
-"""prologue_by_frame: functions of the grid put together from frames, where that gives what the functions give."""
+"""frames: a prologue put together from frames, where that gives what it gives itself."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import hoisted, metadata
 from torch import Tensor
 
-from vitcg_backend import ops
-from vitcg_backend.passes.graph import Role
-from vitcg_backend.passes.prologue_by_frame import _Parts, prologue_by_frame
+from vitcg_backend import frames
+from vitcg_backend.frames import FrameByFrame, _rule
 
 GRIDS = (
     [[1, 2, 4]],
@@ -65,14 +62,27 @@ def into_the_next(grid: Tensor) -> Tensor:
 
 
 FUNCTIONS = (borders, turned, within, frame_of_item, share_of_all, item_of_row, into_the_next)
-for _function in FUNCTIONS:
-    ops.register_function(f"tests.{_function.__name__}", _function)
+
+
+def prologue(function: Callable[..., Any]) -> Callable[[Any], list[Tensor]]:
+    """A prologue whose results are those of a function; a whole number is the length of an empty tensor."""
+
+    def run(layout: Any) -> list[Tensor]:
+        results = function(torch.tensor(layout))
+        results = results if isinstance(results, tuple) else (results,)
+        return [r if isinstance(r, Tensor) else torch.empty(r, 0, dtype=torch.uint8) for r in results]
+
+    return run
 
 
 def kinds(function: Callable[..., Any], columns: int = 3) -> tuple[bool, list[str]] | None:
-    """The rule by which a function is taken apart."""
-    rule = _Parts(f"tests.{function.__name__}", "{}")._rule(columns)
+    """The rule by which a prologue is taken apart."""
+    rule = _rule(columns, prologue(function))
     return None if rule is None else (rule[0], [kind.join.__name__ for kind in rule[1]])
+
+
+def layout_of(rows: list[list[int]]) -> Any:
+    return tuple(map(tuple, rows))
 
 
 def test_rules_are_found_on_small_grids() -> None:
@@ -88,53 +98,51 @@ def test_rules_are_found_on_small_grids() -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_gives_what_the_function_gives(function: Callable[..., Any]) -> None:
-    """Over and over, on grids of new and of known frames; what is given out is not what is kept."""
-    key = f"tests.{function.__name__}"
-    parts = _Parts(key, "{}")
+def test_gives_what_the_prologue_gives(function: Callable[..., Any]) -> None:
+    """Over and over, on grids of new and of known frames: values, shapes, dtypes and bytes."""
+    by_frame, run = FrameByFrame(), prologue(function)
     for rows in (*GRIDS, *reversed(GRIDS)):
-        grid = torch.tensor(rows)
-        found = parts(grid)
-        for ours, theirs in zip(found, ops.run(key, grid, [], "{}"), strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs)
+        found = by_frame(layout_of(rows), run)
+        if found is None:
+            assert function in (share_of_all, item_of_row, into_the_next)
+            continue
+        for ours, theirs in zip(found, run(rows), strict=True):
+            assert torch.equal(ours.tensor(), theirs)
+            assert (ours.dtype, tuple(ours.shape), ours.tolist()) == (theirs.dtype, tuple(theirs.shape), theirs.tolist())
+            assert b"".join(piece.numpy().tobytes() for piece in ours.pieces()) == theirs.numpy().tobytes()
+
+
+def test_known_frames_are_not_asked_for_again() -> None:
+    """A layout of known frames costs no run of the prologue."""
+    by_frame, asked = FrameByFrame(), []
+
+    def run(layout: Any) -> list[Tensor]:
+        asked.append(layout)
+        return prologue(turned)(layout)
+
+    by_frame(((2, 2, 4), (1, 2, 2)), run)
+    asked.clear()
+    by_frame(((1, 2, 2), (3, 2, 4), (1, 2, 2)), run)
+    assert asked == []
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frames not used for longest go."""
-    monkeypatch.setattr(sys.modules[_Parts.__module__], "MAX_BYTES", 15 * 8)
-    parts = _Parts("tests.turned", "{}")
+    monkeypatch.setattr(frames, "MAX_BYTES", 15 * 8)
+    by_frame = FrameByFrame()
     for width in (2, 4, 6, 8):
-        parts(torch.tensor([[1, 1, width]]))
-    assert list(parts._known) == [(1, 1, 6), (1, 1, 8)]
-    assert parts._bytes == 14 * 8
+        by_frame(((1, 1, width),), prologue(turned))
+    assert list(by_frame._known) == [(1, 1, 6), (1, 1, 8)]
+    assert by_frame._bytes == 14 * 8
 
 
 def test_a_part_that_does_not_suit_is_not_joined() -> None:
-    """A function that points elsewhere only in some frames is called as it is for a grid that has one."""
+    """A prologue that points elsewhere only in some frames is run as it is for a grid that has one."""
 
     def odd(grid: Tensor) -> Tensor:
         rows = turned(grid)
         return rows + 1 if [1, 2, 6] in grid.tolist() else rows
 
-    ops.register_function("tests.odd", odd)
-    parts = _Parts("tests.odd", "{}")
-    for rows in ([[1, 2, 4]], [[1, 2, 4], [1, 2, 6]]):
-        assert torch.equal(parts(torch.tensor(rows))[0], odd(torch.tensor(rows)))
-
-
-def test_a_prologue_without_the_operator() -> None:
-    """Functions of the grid and of other tensors: the same numbers, and no operator left to dispatch."""
-
-    def function(m: Any, x: Tensor, g: Tensor) -> Tensor:
-        return x * metadata("frame_of_item", g)[:, None].cos() + metadata("share_of_all", g)[:, None]
-
-    result = hoisted(function)
-    quick = prologue_by_frame(result.prologue)
-    assert not [n for n in quick.graph.nodes if n.target in (ops.METADATA, torch.ops.vitcg.metadata)]
-    for rows in GRIDS:
-        grid = torch.tensor(rows)
-        roles = [result.bound.placeholders[p].meta["role"] for p in result.prologue_inputs]
-        inputs = [grid if role == Role.GRID else int(grid.prod(1).sum()) for role in roles]
-        for ours, theirs in zip(quick(*inputs), result.prologue(*inputs), strict=True):
-            assert torch.equal(ours, theirs)
+    by_frame = FrameByFrame()
+    assert by_frame(((1, 2, 4),), prologue(odd)) is not None
+    assert by_frame(((1, 2, 4), (1, 2, 6)), prologue(odd)) is None
