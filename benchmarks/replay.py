@@ -108,7 +108,9 @@ class Replay:
     def runner(self, variant: str, case: Case, layout: Layout) -> Callable[[], Any]:
         """One call by one variant."""
         if variant == "pow2_greedy":
-            return lambda: self.powers(case.pixel_values, case.grid_thw, layout)
+            grid = case.grid_thw
+            assert grid is not None  # streams are of towers with grids
+            return lambda: self.powers(case.pixel_values, grid, layout)
         return self.towers.runner(variant, case)
 
     def owner(self, variant: str) -> torch.nn.Module | None:

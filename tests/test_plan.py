@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from common import DEVICE, IMAGE, TOWERS, VIDEO, assert_same, compile_tower, run
 
 from vitcg_backend import costs, planning, testing
 from vitcg_backend.backend import live_towers
-from vitcg_backend.bucketing import num_patches
+from vitcg_backend.bucketing import Bucket, num_patches
 from vitcg_backend.costs import FIXED_TOKENS, Costs
 from vitcg_backend.options import Options
-from vitcg_backend.planning import Planner
+from vitcg_backend.planning import Part, Plan, Planner
 
 IMAGE_16 = (1, 8, 8)  # tokens
 IMAGE_20 = (1, 8, 10)
@@ -281,6 +282,26 @@ def test_rare_sizes_change_nothing() -> None:
 
 
 # --- real towers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rival_is_captured_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replay of everything is measured beside several as it will serve, not with its capture."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, token_budgets=[4, 8])
+    assert_same(compiled, tower, ((1, 4, 4),))
+    (part,) = live_towers(tower)
+    image, captured = (1, 4, 4), []
+    halves = tuple(Part((image,), 16, Bucket(4, 4), ((start, 16),)) for start in (0, 16))
+    whole = Part((image, image), 32, Bucket(8, 4), ((0, 32),))
+    monkeypatch.setattr(part.planner, "plan", lambda layout, rows: Plan(halves, rival=Plan((whole,))))
+
+    def seconds(runs: Sequence[Any], device: torch.device) -> list[float]:
+        captured.append(part.budgets_captured)
+        return [1.0] * len(runs)
+
+    monkeypatch.setattr(costs, "seconds", seconds)
+    assert_same(compiled, tower, (image, image))
+    assert captured == [{4, 8}]
 
 
 PACKED = (

@@ -844,11 +844,11 @@ def test_a_layout_that_padding_changes_is_never_used(reason: str, always: bool) 
         found = prologue(self, args, layout, tail, total)
         return moved(self, found) if tail and always else found
 
-    def by_frame(self: layouts.LayoutCache, args: Any, layout: Any) -> Sequence[Any] | None:
-        found = assembled(self, args, layout)
+    def by_frame(self: layouts.LayoutCache, args: Any, layout: Any, tail: Any = ()) -> Sequence[Any] | None:
+        found = assembled(self, args, layout, tail)
         if found is None:
             return None
-        runs.append((num_patches(layout), True))
+        runs.append((num_patches((*layout, *tail)), True))
         return moved(self, found)
 
     with pytest.MonkeyPatch.context() as patch:

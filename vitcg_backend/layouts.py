@@ -277,7 +277,7 @@ class LayoutCache:
         tail = _tail_like(layout, tail_grid(total - rows, math.isqrt(unit))) if layout is not None and total > rows else ()
         device = args[self.body.bound.pixels].device
         with torch.inference_mode(False), torch.no_grad():
-            assembled = None if bucket is None or layout is None else self._assembled(args, (*layout, *tail))
+            assembled = None if bucket is None or layout is None else self._assembled(args, layout, tail)
             made = self._prologue(args, layout, tail, total) if assembled is None else assembled
             lists = self._boundaries(args, made, total)
             values = self._with_segments(made, lists, rows, bucket, measure, shared)
@@ -300,19 +300,18 @@ class LayoutCache:
         pieces: list[Sequence[Tensor]] = [(m,) if isinstance(m, Tensor) else m.pieces() for m in made]
         return pieces + [(s,) for s in values.segments.values()]
 
-    def _assembled(self, args: Sequence[Any], layout: Layout) -> list[Assembled] | None:
+    def _assembled(self, args: Sequence[Any], layout: Layout, tail: Layout = ()) -> list[Assembled] | None:
         """Results of the prologue on the host, put together from frames; None where they cannot be."""
-        if self._by_frame is None or not self._on_host(args, layout):
+        if self._by_frame is None or not self._on_host(args, layout, tail, _patches((*layout, *tail))):
             return None
         host = self._host
         assert host is not None  # `_on_host` says so
-        return self._by_frame(layout, lambda part: self._run(host, args, part, (), _patches(part)))
+        return self._by_frame((*layout, *tail), lambda part: self._run(host, args, part, (), _patches(part)))
 
-    def _on_host(self, args: Sequence[Any], layout: Layout | None, tail: Layout = (), total: int = 0) -> bool:
+    def _on_host(self, args: Sequence[Any], layout: Layout | None, tail: Layout, total: int) -> bool:
         """Whether the prologue runs on the host."""
         if self._host is not None and self._host_agrees is not True:
             device = args[self.body.bound.pixels].device.type
-            total = total or _patches(layout or ())
             self._host_agrees = device == "cpu" or self._agrees(args, layout, tail, total)
             if not self._host_agrees:
                 self._host = self._by_frame = None

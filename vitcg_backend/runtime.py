@@ -411,6 +411,7 @@ class CompiledTower:
                 raise RuntimeError(reason)
 
         try:
+            one()  # the time of a first use, with its capture, would not be that of a replay
             times = self._time(lambda: self._in_parts(args, several, state), one)
         except Exception as error:  # one replay cannot serve it
             log.info("one replay of %d rows was not measured: %s", ask.rows, error)

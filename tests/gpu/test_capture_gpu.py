@@ -54,6 +54,19 @@ def test_calls_are_served_by_cuda_graphs(name: str, inner: str) -> None:
     assert all(c.graph is not None for c in captures(tower))
 
 
+@pytest.mark.parametrize("name", TOWERS)
+def test_metadata_is_made_on_the_host_by_frame(name: str) -> None:
+    """Also where the first layout has a padded tail: what a capture reads lies in one pinned buffer, nothing on the device."""
+    tower, compiled = compiled_tower(name, token_budgets=[64])
+    for layout in (((1, 8, 8), (1, 4, 8)), ((1, 4, 8), (1, 8, 8), (1, 4, 8))):
+        check(compiled, tower, layout)
+    (part,) = backend.live_towers(tower)
+    assert part._layouts._by_frame is not None
+    packed = [values for values in part._layouts._values.values() if values.packed is not None]
+    assert len(packed) == 2
+    assert all(values.packed.is_pinned() and values.stream is None for values in packed)
+
+
 @pytest.mark.parametrize("attention", ["triton", "torch", "flash_attn", "flashinfer", "auto"])
 def test_attention_kernels(attention: str) -> None:
     """Each capturable kernel serves the three towers, and so does what is measured to be the fastest."""
