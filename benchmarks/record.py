@@ -25,6 +25,7 @@ UNITS = {
     "host_us": "us",
     "capture_s": "s",
     "cold_start_s": "s",
+    "warm_start_s": "s",
     "memory_mib": "MiB",
     "padding": "1",
     "uncaptured": "1",
