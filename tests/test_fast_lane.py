@@ -345,17 +345,37 @@ def test_reset_in_between() -> None:
         assert_same(lane, tower, layout)
 
 
-def test_a_module_compiled_in_place_and_what_is_none() -> None:
-    """``tower.compile(backend="vitcg")`` has a lane; a tower that is not compiled has none."""
+def test_a_module_compiled_in_place() -> None:
+    """``tower.compile(backend="vitcg")`` has a lane."""
     tower = tiny_tower("qwen3_vl", depth=1)
     twin = copy.deepcopy(tower)
-    with pytest.raises(TypeError, match=r"fast_lane\(\) takes a compiled tower"):
-        vitcg_backend.fast_lane(tower)
     tower.compile(backend="vitcg", options={"inner": "eager", "min_tokens": 1})
     lane = vitcg_backend.fast_lane(tower)
     for layout in (IMAGE, MIXED, IMAGE, VIDEO):
         assert_same(lane, twin, layout)
     assert dynamos(tower, lambda: assert_same(lane, twin, IMAGE)) == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "aot_eager"])
+def test_what_is_compiled_with_another_backend(backend: str) -> None:
+    """A lane says so when it is asked for, of a module compiled in place, too; a function that calls this backend has one."""
+
+    def of_users(gm: Any, example_inputs: Any) -> Any:
+        return vitcg_backend.vitcg(gm, example_inputs, options={"inner": "eager", "min_tokens": 1})
+
+    tower, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
+    in_place.compile(backend=backend)
+    for other in (torch.compile(tower, backend=backend), in_place):
+        with pytest.raises(TypeError, match=rf"compiled with this backend, .*: Linear is compiled with backend='{backend}'\."):
+            vitcg_backend.fast_lane(other)
+    assert vitcg_backend.fast_lane(torch.compile(tower, backend=of_users)).refusals == {}
+
+
+@pytest.mark.parametrize(("tower", "text"), [(nn.Linear(2, 2), "Linear is not compiled"), (print, "method is no module")])
+def test_what_is_not_compiled(tower: Any, text: str) -> None:
+    """An error that says what was given and what is to be given."""
+    with pytest.raises(TypeError, match=rf"torch\.compile\(tower, backend='vitcg'\) .*: .*{text}\."):
+        vitcg_backend.fast_lane(tower)
 
 
 def test_parameters_whose_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

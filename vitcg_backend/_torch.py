@@ -48,6 +48,7 @@ __all__ = [
     "UnwrittenIsNan",
     "ambient_state",
     "aot_trace",
+    "backend_of",
     "cache_folder",
     "capture_stream",
     "clear_dynamic_marks",
@@ -435,6 +436,26 @@ def graphs_left() -> tuple[int, int]:
     if trace is None:
         return limit, limit
     return limit - len(_debug_get_cache_entry_list(traced_code(trace))) - 1, limit
+
+
+def backend_of(module: torch.nn.Module) -> tuple[str, Any, dict[str, Any]] | None:
+    """(name, function, its keywords) of the backend that a module is compiled with, None where it is not compiled.
+
+    `OptimizedModule.dynamo_ctx` and, of a module that is compiled in place, what `nn.Module._compiled_call_impl` closes over
+    (torch/_dynamo/eval_frame.py) lead to the backend as `torch.compile` wraps it (torch/__init__.py, `_TorchCompileWrapper`;
+    Inductor has a wrapper without these two attributes). The same in 2.11 and 2.13.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+    callback: Any
+    if isinstance(module, OptimizedModule):
+        callback = module.dynamo_ctx.callback
+    elif module._compiled_call_impl is not None:
+        callback = inspect.getclosurevars(module._compiled_call_impl).nonlocals["callback"]
+    else:
+        return None
+    wrapper: Any = innermost_backend(callback)
+    return wrapper.compiler_name, getattr(wrapper, "compiler_fn", wrapper), getattr(wrapper, "kwargs", {})
 
 
 def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:

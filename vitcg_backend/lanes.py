@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch
 from .backend import live_towers
+from .owners import not_compiled
 from .passes.graph import Role
 from .runtime import CompiledTower
 from .size_guards import SizeGuards
@@ -46,15 +47,13 @@ def fast_lane(tower: nn.Module) -> FastLane:
         tower: what `torch.compile` with ``backend="vitcg"`` returned, or a module after ``.compile(backend="vitcg")``.
 
     Raises:
-        TypeError: `tower` is no compiled module.
+        TypeError: `tower` is no module that is compiled with this backend.
     """
-    compiled = isinstance(tower, nn.Module) and (
-        hasattr(tower, "_orig_mod") or getattr(tower, "_compiled_call_impl", None) is not None
-    )
-    if not compiled:
+    wrong = not_compiled(tower) if isinstance(tower, nn.Module) else "is no module"
+    if wrong is not None:
         raise TypeError(
-            "fast_lane() takes a compiled tower, torch.compile(tower, backend='vitcg'); "
-            f"got {type(tower).__name__} {tower!r:.60}."
+            "fast_lane() takes a tower compiled with this backend, torch.compile(tower, backend='vitcg') or the tower after "
+            f"tower.compile(backend='vitcg'): {type(getattr(tower, '_orig_mod', tower)).__name__} {wrong}."
         )
     return FastLane(tower)
 
