@@ -88,12 +88,13 @@ class FastLane:
 
     Attributes:
         tower: the compiled tower.
-        refusals: kind of call -> why it has no route; such calls are served by the compiled tower.
+        refusals: reason -> text, for kinds of call that have no route; they are served by the compiled tower.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower = tower
-        self.refusals: dict[Any, str] = {}
+        self.refusals: dict[str, str] = {}
+        self._refused: set[Any] = set()  # kinds of call
         self._module: nn.Module = getattr(tower, "_orig_mod", tower)
         self._routes: dict[Any, list[_Route]] = {}  # kind of call -> routes for calls of different sizes
         self._ambient = _torch.Ambient()
@@ -106,6 +107,7 @@ class FastLane:
         """Look at the tower once more: its modules have changed."""
         self._routes.clear()
         self.refusals.clear()
+        self._refused.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's output. Raises what the tower raises."""
@@ -135,7 +137,7 @@ class FastLane:
 
     def _watched(self, kind: Any, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the compiled tower; where one graph alone has served it, the route for the next of its kind."""
-        parts = [] if kind is None or kind in self.refusals else live_towers(self._module)
+        parts = [] if kind is None or kind in self._refused else live_towers(self._module)
         if not parts:
             return self.tower(*args, **kwargs)
         seen: list[tuple[CompiledTower, Sequence[Any], Sequence[Any]]] = []
@@ -158,20 +160,21 @@ class FastLane:
             return output
         try:
             if len(seen) > 1:
-                raise _NoRoute(f"it is served by {len(seen)} graphs, a lane needs one")
+                raise _NoRoute("several_graphs", f"it is served by {len(seen)} graphs, a lane needs one")
             if modes != {inference}:
-                raise _NoRoute("the tower enters inference mode by itself")
+                raise _NoRoute("own_inference_mode", "the tower enters inference mode by itself")
             hooked = [type(m).__name__ for m in self.tower.modules() if m._forward_hooks or m._forward_pre_hooks]
             if hooked or _torch.has_global_hooks():
                 which = hooked[0] if hooked else "every module"
-                raise _NoRoute(f"{which} has hooks, and what they do besides the output would be left out")
+                raise _NoRoute("hooks", f"{which} has hooks, and what they do besides the output would be left out")
             if not seen[0][0].owners.is_whole(self._module):
                 raise _NoRoute(
-                    "the graph is not all that the tower does: Python code runs around it, or it keeps something besides"
+                    "more_than_graph",
+                    "the graph is not all that the tower does: Python code runs around it, or it keeps something besides",
                 )
             route = _route(*seen[0], given, output)
         except _NoRoute as error:
-            self._refuse(kind, str(error))
+            self._refuse(kind, *error.args)
             return output
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.pop(next(iter(self._routes)), None)
@@ -179,14 +182,18 @@ class FastLane:
         self._routes[kind] = [route, *others]
         return output
 
-    def _refuse(self, kind: Any, why: str) -> None:
-        if len(self.refusals) < _MAX_ROUTES:
-            self.refusals[kind] = why
-        _torch.log.info("no fast lane for a kind of call: %s", why)
+    def _refuse(self, kind: Any, reason: str, text: str) -> None:
+        if len(self._refused) < _MAX_ROUTES:
+            self._refused.add(kind)
+        self.refusals[reason] = text
+        _torch.log.info("no fast lane for a kind of call [%s]: %s", reason, text)
 
 
 class _NoRoute(Exception):
-    """Why a call has no route."""
+    """Why a call has no route: the reason's name, and a text."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(reason, text)
 
 
 def _described(value: Any) -> Any:
@@ -217,30 +224,30 @@ def _route(
             continue
         leaf = next((i for i, g in enumerate(given) if g is value), None)
         if leaf is None:
-            raise _NoRoute(f"{node.name} is not an argument of the call")
+            raise _NoRoute("other_inputs", f"{node.name} is not an argument of the call")
         leaves.append((position, leaf))
     if body.bound.pixel_axis != 0:
-        raise _NoRoute("rows are not the first axis of the pixels")
+        raise _NoRoute("pixel_axis", "rows are not the first axis of the pixels")
     flat, spec = pytree.tree_flatten(output)
     places: list[int | None] = []
     for leaf in flat:
         if leaf is not None and not isinstance(leaf, (Tensor, bool, str)):  # a number may follow the rows
-            raise _NoRoute(f"the output holds a {type(leaf).__name__}")
+            raise _NoRoute("other_outputs", f"the output holds a {type(leaf).__name__}")
         places.append(next((i for i, r in enumerate(results) if r is leaf), None) if isinstance(leaf, Tensor) else None)
         if isinstance(leaf, Tensor) and places[-1] is None:
-            raise _NoRoute("a tensor of the output is made outside of the graph")
+            raise _NoRoute("other_outputs", "a tensor of the output is made outside of the graph")
     try:
         sizes = SizeGuards(body.bound.placeholders, [position for position, _ in leaves])
     except ValueError as error:
-        raise _NoRoute(str(error)) from error
+        raise _NoRoute("sizes", str(error)) from error
     constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
     known = callee.known(arguments)
     if known is None:
-        raise _NoRoute("the memory of its parameters is not known: one of them has no storage of its own")
+        raise _NoRoute("parameter_memory", "the memory of its parameters is not known: one of them has no storage of its own")
     route = _Route(callee, template, leaves, sizes, known, places, constants, spec)
     again = _filled(route, given)
     if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):
-        raise _NoRoute("a size in the graph is neither a number of tokens nor the number of items")
+        raise _NoRoute("sizes", "a size in the graph is neither a number of tokens nor the number of items")
     return route
 
 
