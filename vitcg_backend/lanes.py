@@ -3,7 +3,7 @@
 Dynamo looks at a tower's modules and at much else in each call, which takes longer than all else that the host does for a
 replay, several times as long where it cannot pass over whole layers (before Python 3.12). The user of a lane promises that the
 tower's modules stay as they are. What can still change from call to call is looked at: shapes and dtypes of the arguments,
-modes, addresses and layouts of the parameters.
+modes, and, while the device works, which parameters the tower has, their addresses and layouts.
 
 ::
 
@@ -13,6 +13,7 @@ modes, addresses and layouts of the parameters.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ _MAX_ROUTES = 64
 def fast_lane(tower: nn.Module) -> FastLane:
     """A function that calls a compiled tower without Dynamo's guards.
 
-    Use it where a tower is served and nothing is done to its modules. After hooks, submodules, parameters or attributes have
-    been added, replaced or taken away, `FastLane.forget` the routes, or make another lane: until then calls are served with
-    those that the lane has seen. These are seen without it: weights edited in place, loaded by ``load_state_dict`` or moved
-    through ``.data`` (``tower.to(...)``), ``train()`` and ``eval()``, autocast, grad mode, and every kind of argument.
+    Use it where a tower is served and nothing is done to its modules. After hooks, submodules or attributes have been added,
+    replaced or taken away, or parameters added, `FastLane.forget` the routes, or make another lane: until then calls are served
+    with those that the lane has seen. These are seen without it: weights edited in place, loaded by ``load_state_dict``,
+    replaced (``assign=True``) or moved through ``.data`` (``tower.to(...)``), ``train()`` and ``eval()``, autocast, grad mode,
+    and every kind of argument.
 
     Args:
         tower: what `torch.compile` with ``backend="vitcg"`` returned, or a module after ``.compile(backend="vitcg")``.
@@ -117,11 +119,22 @@ class FastLane:
             arguments = _arguments(route, given)
             if arguments is not None:
                 try:
-                    return _output(route, route.callee.serve(arguments, known=route.known))
+                    results = route.callee.serve(arguments, known=route.known)
+                    if self._has_parameters_of(route):  # looked at while the device works
+                        return _output(route, results)
                 except StateChanged:
-                    self._routes.pop(kind, None)  # Dynamo may have another graph for them
-                    break
+                    pass
+                self._routes.clear()  # Dynamo may have another graph for them; each route would keep the memory of the old ones
+                break
         return self._watched(kind, given, args, kwargs)
+
+    def _has_parameters_of(self, route: _Route) -> bool:
+        """Whether the tower has the very parameters of a route."""
+        try:
+            now = route.callee.reached_through(self._module)
+        except Exception:  # a module that they were in is gone
+            return False
+        return now is not None and all(map(operator.is_, now, route.known.tensors))
 
     def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
         """What tells calls apart, None where that is not known."""
@@ -173,6 +186,8 @@ class FastLane:
                     "the graph is not all that the tower does: Python code runs around it, or it keeps something besides",
                 )
             route = _route(*seen[0], given, output)
+            if not self._has_parameters_of(route):
+                raise _NoRoute("parameter_paths", "it is not known how the tower reaches its parameters")
         except _NoRoute as error:
             self._refuse(kind, *error.args)
             return output

@@ -170,6 +170,12 @@ class CompiledTower:
         with self._lock:
             return self._states.keep(args)
 
+    def reached_through(self, owner: Any) -> tuple[Any, ...] | None:
+        """The parameters that are reached through a tower now, None where that is not known."""
+        if not self._states.positions:
+            return ()
+        return None if self._gather is None else self._gather(owner)
+
     def serve(self, args: Sequence[Any], known: Known | None = None, owner: Any = None) -> list[Any]:
         """As a call of this object.
 
