@@ -10,7 +10,7 @@ from common import DEVICE, IMAGE, MIXED, TWO_IMAGES, VIDEO, assert_same, compile
 from torch import Tensor, nn
 
 import vitcg_backend
-from vitcg_backend import OptionError
+from vitcg_backend import OptionError, testing
 from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import num_tokens
 from vitcg_backend.warming import picture
@@ -171,6 +171,22 @@ def test_grids_as_the_tower_takes_them() -> None:
     forms = [four, [row.cpu().numpy() for row in three], three[0]]
     assert vitcg_backend.warmup(compiled, grids=forms).captured == (24, 32, 8)
     assert vitcg_backend.warmup(compiled, sizes=torch.tensor([64, 16])).captured[-2:] == (64, 16)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_warmed_up_as_it_is_called(mode) -> None:
+    """Calls in the mode of the warm-up, with inputs made there, are its graph's and warm."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, capture="warmup")
+    with mode():
+        vitcg_backend.warmup(compiled, grids=[IMAGE])
+        pixels, grid = (t.clone() for t in testing.make_inputs(tower, IMAGE))
+        testing.assert_within_budget(
+            compiled(pixels, grid_thw=grid),
+            tower(pixels, grid_thw=grid),
+            testing.reference_float64(tower, pixels, grid_thw=grid),
+        )
+    assert (stats(tower).graphs, stats(tower).last.hit) == (1, True)
 
 
 def test_a_tower_that_another_backend_compiled() -> None:
