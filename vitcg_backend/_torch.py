@@ -72,6 +72,7 @@ __all__ = [
     "is_resumed",
     "is_traceable_wrapper_subclass",
     "keep_busy",
+    "keep_graphs",
     "known_value",
     "layout_check",
     "leaves_traces",
@@ -178,6 +179,35 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
             failed(error)  # type: ignore[arg-type]  # an Exception, says the line above
 
     trace.output.add_cleanup_hook(hook)
+
+
+def keep_graphs(trace: Any) -> None:
+    """Where this trace ends in a graph break that Dynamo cannot go on from, its function keeps the graphs that it has.
+
+    Else Dynamo leaves the function to eager mode for good, and with it those graphs: of good calls, and, as all functions that
+    one decorator wraps share their code, of other towers. Now the function runs in eager mode for calls without a graph alone;
+    what it calls is traced, as ever. Such calls are traced each time, in case the next one is good, up to `_GIVE_UPS` times;
+    from then on no further graph is made for the function.
+
+    Source: `TorchDynamoException.frame_exec_strategy` (torch/_dynamo/exc.py), which convert_frame.py hands on; with
+    ``RUN_ONLY`` it does so where the limit of recompiles is met. The same in 2.11 and 2.13.
+    """
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    code = traced_code(trace)
+    place = code.co_filename, code.co_firstlineno
+
+    def hook() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, exc.Unsupported):
+            before = sum(frame == place for frame, _, _ in failed_compiles())
+            action = FrameAction.DEFAULT if before < _GIVE_UPS else FrameAction.RUN_ONLY
+            error.frame_exec_strategy = FrameExecStrategy(action, FrameAction.DEFAULT)
+
+    trace.output.add_cleanup_hook(hook)
+
+
+_GIVE_UPS = 8
 
 
 def eager_error(root: Any) -> Exception | None:
