@@ -189,8 +189,8 @@ def test_warmed_up_as_it_is_called(mode) -> None:
     assert (stats(tower).graphs, stats(tower).last.hit) == (1, True)
 
 
-def test_a_tower_that_another_backend_compiled() -> None:
-    """It is refused before it runs."""
+def test_what_this_backend_did_not_compile() -> None:
+    """A tower of another backend, and what is no tower, are refused before anything runs."""
     tower = tiny_tower("qwen2_vl", depth=1)
     calls: list[object] = []
     tower.register_forward_hook(lambda *_: calls.append(1))
@@ -199,6 +199,10 @@ def test_a_tower_that_another_backend_compiled() -> None:
     ):
         vitcg_backend.warmup(torch.compile(tower, backend="eager"))
     assert not calls
+    with pytest.raises(
+        OptionError, match=r"warmup: got str 'tower': give the result of torch.compile\(tower, backend='vitcg'\)"
+    ):
+        vitcg_backend.warmup("tower")
 
 
 def test_the_graphs_of_an_earlier_compile_are_left_alone() -> None:

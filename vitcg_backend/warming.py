@@ -120,6 +120,10 @@ class _Step:
 
 def _options_of(tower: nn.Module) -> Options | None:
     """What a tower was compiled with; None where that is not known: by a function of the user's, or its forward alone."""
+    if not isinstance(tower, nn.Module):
+        raise OptionError(
+            f"warmup: got {type(tower).__name__} {tower!r:.60}: give the result of torch.compile(tower, backend='vitcg')."
+        )
     backend = _torch.backend_of(tower)
     if backend is None:
         return None
