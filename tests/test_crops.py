@@ -13,7 +13,7 @@ from common import DEVICE
 from torch import Tensor, nn
 
 import vitcg_backend
-from vitcg_backend import testing
+from vitcg_backend import _torch, testing
 from vitcg_backend.testing.image_families import image_families
 
 transformers = pytest.importorskip("transformers")
@@ -333,6 +333,43 @@ def test_weights_edited_in_place_and_a_hook_on_the_convolution() -> None:
     assert_same(compiled, tower, pixels, sizes)
 
 
+@pytest.mark.parametrize("limit", [99, 0])
+@pytest.mark.parametrize("odd", ["hook", "gradient", "three columns", "a list of tensors"])
+def test_a_call_that_is_not_packed_costs_others_no_graph(odd: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it ordinary calls are hits as before, and so are those of another tower whose forward has the same decorator."""
+    monkeypatch.setattr(_torch, "_GIVE_UPS", limit)
+    tower, other = make(), testing.tiny_tower("qwen2_vl", depth=1, device=DEVICE)
+    compiled, of_other = compile_tower(tower), compile_tower(other)
+    pixels, sizes = images(2)
+    inputs = testing.make_inputs(other, ((1, 4, 4),))
+
+    def ordinary() -> None:
+        assert_same(compiled, tower, pixels, sizes)
+        with torch.no_grad():
+            of_other(*inputs)
+
+    ordinary()
+    for _ in range(2):
+        if odd == "hook":
+            handle = tower.patch_conv.register_forward_hook(lambda *_: None)
+            assert_same(compiled, tower, pixels, sizes)
+            handle.remove()
+        elif odd == "gradient":
+            given = pixels.clone().requires_grad_()
+            compiled(given, image_sizes=sizes).last_hidden_state.sum().backward()
+            assert given.grad is not None
+        else:
+            assert_same(
+                compiled, tower, pixels, list(sizes) if odd == "a list of tensors" else torch.cat([sizes, sizes], 1)[:, :3]
+            )
+        hits, graphs = vitcg_backend.stats(tower).hits, vitcg_backend.stats(tower).graphs
+        ordinary()
+        seen = vitcg_backend.stats(tower)
+        assert (seen.hits, seen.graphs) == (hits + 1, graphs)
+    seen = vitcg_backend.stats(other)
+    assert (seen.graphs, seen.hits) == (1, 3)
+
+
 def test_eager_and_other_backends_see_the_original() -> None:
     """While our compiled tower is in use the class has its forward, and another backend traces that."""
     forward = type(FAMILY.tower()).forward
@@ -382,7 +419,7 @@ def test_a_lane_has_its_reason() -> None:
     for _ in range(3):
         assert_same(lane, tower, pixels, sizes)
     assert vitcg_backend.stats(tower).hits == 3
-    assert len(lane.refusals) == 1
+    assert list(lane.refusals) == ["other_inputs"]
 
 
 def test_warmed_up_before_the_first_call() -> None:

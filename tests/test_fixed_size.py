@@ -105,7 +105,7 @@ def test_shuffled_batches(name: str, dtype: torch.dtype) -> None:
     seen = vitcg_backend.stats(tower)
     assert (seen.graphs, seen.calls, seen.hits) == (1, len(order), len(order)), seen.fallbacks
     assert seen.captures == 3
-    assert seen.last.num_patches == order[-1]
+    assert seen.last.num_patches == seen.last.num_items == order[-1]
 
 
 @pytest.mark.usefixtures("own_pieces")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import pathlib
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +17,8 @@ from vitcg_backend import UnknownInput, recommend_budgets
 from vitcg_backend.bucketing import Ladder
 from vitcg_backend.budgets import FREQUENT, fit_budgets, mean_padding, round_budget, tightened
 from vitcg_backend.cli import main
-from vitcg_backend.grids import PROCESSORS, processor_of
+from vitcg_backend.grids import FOLLOWS, PROCESSORS, processor_of
+from vitcg_backend.testing.families import discover
 
 pytest.importorskip("transformers")
 untimed = settings(deadline=None)
@@ -124,6 +129,51 @@ def test_configurations_of_transformers() -> None:
     assert plan.memory_bytes is not None
 
 
+def test_whole_numbers_of_any_kind() -> None:
+    """Those of numpy, too, in tuples and in an array."""
+    np = pytest.importorskip("numpy")
+    forms = [(np.int64(1), np.int32(224), 224), np.array([1, 224, 224]), "1x224x224"]
+    plan = recommend_budgets("qwen2_vl", forms)
+    assert {(each.input, each.grid) for each in plan.inputs} == {("1x224x224", (1, 16, 16))}
+
+
+@pytest.mark.parametrize(("arguments", "text"), [({"most": "3"}, "most='3'"), ({"max_tokens": None}, "max_tokens=None")])
+def test_mistakes_in_the_bounds(arguments: dict, text: str) -> None:
+    """The message names what was given and what is expected."""
+    with pytest.raises(UnknownInput, match=f"^{text}: expected "):
+        recommend_budgets("qwen2_vl", ["1x224x224"], **arguments)
+
+
+def _processors(name: str) -> tuple[str, str]:
+    """The classes of a family's processors of pictures and of videos, as transformers maps them."""
+    folder = pathlib.Path(
+        importlib.import_module("transformers.models.auto").__file__
+    ).parent  # the maps leave out what cannot run
+    text = "".join(
+        (folder / f"{file}.py").read_text() for file in ("auto_mappings", "image_processing_auto", "video_processing_auto")
+    )
+    found = [re.findall(rf'\(\s*"{name}",[^)]*?"(\w+{kind})"', text) for kind in ("ImageProcessorPil", "VideoProcessor")]
+    return tuple(names[0] if names else "" for names in found)
+
+
+def test_every_family_with_these_processors_is_known() -> None:
+    """Whoever has Qwen2-VL's processor of pictures and its or Qwen3-VL's of videos, with the sizes of its configuration."""
+    known = {*PROCESSORS, *FOLLOWS}
+    seen = set()
+    for family in discover():
+        pictures, videos = _processors(family.name)
+        if pictures != "Qwen2VLImageProcessorPil" or videos not in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
+            continue
+        assert family.name in known, family.name
+        seen.add(family.name)
+        processor, config = processor_of(family.name), family.config_class()
+        assert processor.by_clip == (videos == "Qwen3VLVideoProcessor"), family.name
+        assert (processor.patch_size, processor.merge_size) == (config.patch_size, config.spatial_merge_size)
+        assert processor_of(config) == replace(processor, name=processor_of(config).name)
+        assert recommend_budgets(family.name, ["1x448x448"]).memory_bytes
+    assert seen >= known & {family.name for family in discover()} - {"qwen3_vl_moe"}  # it has no line for pictures of its own
+
+
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +230,15 @@ def test_round_budgets(tokens: int, budget: int) -> None:
         ("qwen2_vl", [], "no input: give at least one, such as 16x448x448"),
         ("qwen2_vl", ["224x224"], "input '224x224': expected FRAMESxHEIGHTxWIDTH in pixels"),
         ("qwen2_vl", [(16, 224)], "input '16x224': expected FRAMESxHEIGHTxWIDTH"),
+        ("qwen2_vl", "1x224x224", "inputs='1x224x224': expected a list of inputs, such as"),
+        ("qwen2_vl", 224, "inputs=224: expected a list of inputs, such as"),
+        ("qwen2_vl", None, "inputs=None: expected a list of inputs, such as"),
+        ("qwen2_vl", (1, 224, 224), "input 1: expected FRAMESxHEIGHTxWIDTH in pixels, .*, or three whole numbers"),
+        ("qwen2_vl", [None], "input None: expected FRAMESxHEIGHTxWIDTH in pixels, .*, or three whole numbers"),
+        ("qwen2_vl", [(1, 224.0, 224)], r"input (1, 224.0, 224\): expected FRAMESxHEIGHTxWIDTH in pixels"),
+        ("qwen2_vl", [(1, -224, 224)], "input '1x-224x224': expected FRAMESxHEIGHTxWIDTH in pixels"),
+        (None, ["1x224x224"], "config None: expected the name of a family (qwen2_vl, .*, a configuration of transformers"),
+        (14, ["1x224x224"], "config 14: expected the name of a family (qwen2_vl, .*, a configuration of transformers"),
         ("qwen2_vl", ["0x224x224"], "input 0x224x224: frames, height and width are at least 1"),
         ("qwen2_vl", ["1x10x4000"], "input 1x10x4000: absolute aspect ratio must be smaller than 200"),
         ("no/such/folder", ["1x224x224"], "no such file: no/such/folder/config.json"),

@@ -10,7 +10,7 @@ from common import DEVICE, IMAGE, MIXED, TWO_IMAGES, VIDEO, assert_same, compile
 from torch import Tensor, nn
 
 import vitcg_backend
-from vitcg_backend import OptionError
+from vitcg_backend import OptionError, testing
 from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import num_tokens
 from vitcg_backend.warming import picture
@@ -138,13 +138,97 @@ def test_a_picture_of_any_size(tokens: int) -> None:
         ({"sizes": [0]}, "warmup: size 0: expected output tokens, a whole number of at least 1"),
         ({"grids": [[(1, 3, 4)]]}, r"expected \(frames, height, width\) in patches .* multiples of 2"),
         ({"grids": [[(1, 4)]]}, r"expected \(frames, height, width\) in patches"),
+        ({"grids": [torch.tensor([[1.0, 4.0, 4.0]])]}, r"grid tensor\(.*\): expected \(frames, height, width\) in patches"),
+        ({"grids": torch.tensor([[[1, 4, 4]]])}, r"grid tensor\(.*\): expected \(frames, height, width\) in patches"),
+        ({"grids": [[], IMAGE]}, r"grid \[\]: expected \(frames, height, width\) in patches"),
+        ({"grids": "1x4x4"}, r"grid '1': expected \(frames, height, width\) in patches"),
+        ({"grids": 4}, r"warmup: grids=4: expected a list, with one call in each place\."),
+        ({"sizes": 64}, r"warmup: sizes=64: expected a list, with one call in each place\."),
+        ({"sizes": [True]}, r"warmup: size True: expected output tokens, a whole number of at least 1"),
+        ({"sizes": ["64"]}, r"warmup: size '64': expected output tokens, a whole number of at least 1"),
+        (
+            {"sizes": [64, 16385]},
+            r"warmup: size 16385: the largest budget is 16384 output tokens, .* larger token_budgets or a larger max_tokens",
+        ),
     ],
 )
 def test_mistakes(arguments: dict, text: str) -> None:
-    """The message says what is expected."""
-    compiled = compile_tower(tiny_tower("qwen2_vl"))
+    """The message says what is expected, before anything runs."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower)
     with pytest.raises(OptionError, match=text):
         vitcg_backend.warmup(compiled, **arguments)
+    assert stats(tower).graphs == 0
+
+
+def test_grids_as_the_tower_takes_them() -> None:
+    """A tensor is the grid of one call, by itself or in a list; whole numbers of other kinds count, too."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, capture="warmup")
+    three, four = (torch.tensor(layout, device=DEVICE) for layout in (((1, 4, 4), (1, 8, 8)), VIDEO))
+    assert vitcg_backend.warmup(compiled, grids=three).captured == (24,)
+    assert stats(tower).last.num_items == 2
+    forms = [four, [row.cpu().numpy() for row in three], three[0]]
+    assert vitcg_backend.warmup(compiled, grids=forms).captured == (24, 32, 8)
+    assert vitcg_backend.warmup(compiled, sizes=torch.tensor([64, 16])).captured[-2:] == (64, 16)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_warmed_up_as_it_is_called(mode) -> None:
+    """Calls in the mode of the warm-up, with inputs made there, are its graph's and warm."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, capture="warmup")
+    with mode():
+        vitcg_backend.warmup(compiled, grids=[IMAGE])
+        pixels, grid = (t.clone() for t in testing.make_inputs(tower, IMAGE))
+        testing.assert_within_budget(
+            compiled(pixels, grid_thw=grid),
+            tower(pixels, grid_thw=grid),
+            testing.reference_float64(tower, pixels, grid_thw=grid),
+        )
+    assert (stats(tower).graphs, stats(tower).last.hit) == (1, True)
+
+
+def test_what_this_backend_did_not_compile() -> None:
+    """A tower of another backend, and what is no tower, are refused before anything runs."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    calls: list[object] = []
+    tower.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(
+        OptionError, match=r"VisionTransformerPretrainedModel is compiled with backend='eager': give the result"
+    ):
+        vitcg_backend.warmup(torch.compile(tower, backend="eager"))
+    assert not calls
+    with pytest.raises(
+        OptionError, match=r"warmup: got str 'tower': give the result of torch.compile\(tower, backend='vitcg'\)"
+    ):
+        vitcg_backend.warmup("tower")
+
+
+def test_the_graphs_of_an_earlier_compile_are_left_alone() -> None:
+    """The ladder is that of the compile that is given, whichever of its graphs are still there."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    earlier = {budget: compile_tower(tower, token_budgets=[budget]) for budget in (8, 24, 32)}
+    for compiled in earlier.values():
+        assert_same(compiled, tower, IMAGE)
+    assert len(live_towers(tower)) == 3
+    for budget, compiled in earlier.items():
+        captures = stats(tower).captures
+        warmed = vitcg_backend.warmup(compiled)
+        assert (warmed.captured, warmed.skipped) == ((budget,), {})
+        assert all(part.budgets_captured <= set(part.options.token_budgets) for part in live_towers(tower))
+        assert stats(tower).captures <= captures + 1
+
+
+def test_the_graphs_of_an_earlier_compile_of_images_are_left_alone() -> None:
+    """Numbers of images are captured for the compile that is given alone."""
+    tower, first = of_images(token_budgets=[2, 4])
+    second = compile_tower(tower, token_budgets=[8])
+    for compiled in (first, second):
+        call_images(compiled, tower, 2)
+    assert vitcg_backend.warmup(second).captured == (8,)
+    (other,) = [part for part in live_towers(tower) if part.options.token_budgets == (2, 4)]
+    assert other.budgets_captured == {2}
 
 
 def test_a_tower_that_is_not_compiled() -> None:

@@ -303,10 +303,10 @@ def leave_out(positions: Sequence[int]) -> Callable[[Any], tuple[Any, ...]] | No
 
     Returns:
         ``(first argument) -> all of them, in order``, found anew at each call; None where they stay as they are: outside of
-        a compile, with fewer than two, or where one is reached otherwise than through one local of the frame.
+        a compile, without any, or where one is reached otherwise than through one local of the frame.
     """
     trace = current_trace()
-    if trace is None or len(positions) < 2:
+    if trace is None or not positions:
         return None
     placeholders = [trace.output.placeholders[position] for position in positions]
     sources = [node.meta["grapharg"].source for node in placeholders]

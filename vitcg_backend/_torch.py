@@ -48,6 +48,7 @@ __all__ = [
     "UnwrittenIsNan",
     "ambient_state",
     "aot_trace",
+    "backend_of",
     "cache_folder",
     "capture_stream",
     "clear_dynamic_marks",
@@ -71,6 +72,7 @@ __all__ = [
     "is_resumed",
     "is_traceable_wrapper_subclass",
     "keep_busy",
+    "keep_graphs",
     "known_value",
     "layout_check",
     "leaves_traces",
@@ -177,6 +179,35 @@ def on_failed_trace(trace: Any, failed: Callable[[BaseException], None]) -> None
             failed(error)  # type: ignore[arg-type]  # an Exception, says the line above
 
     trace.output.add_cleanup_hook(hook)
+
+
+def keep_graphs(trace: Any) -> None:
+    """Where this trace ends in a graph break that Dynamo cannot go on from, its function keeps the graphs that it has.
+
+    Else Dynamo leaves the function to eager mode for good, and with it those graphs: of good calls, and, as all functions that
+    one decorator wraps share their code, of other towers. Now the function runs in eager mode for calls without a graph alone;
+    what it calls is traced, as ever. Such calls are traced each time, in case the next one is good, up to `_GIVE_UPS` times;
+    from then on no further graph is made for the function.
+
+    Source: `TorchDynamoException.frame_exec_strategy` (torch/_dynamo/exc.py), which convert_frame.py hands on; with
+    ``RUN_ONLY`` it does so where the limit of recompiles is met. The same in 2.11 and 2.13.
+    """
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    code = traced_code(trace)
+    place = code.co_filename, code.co_firstlineno
+
+    def hook() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, exc.Unsupported):
+            before = sum(frame == place for frame, _, _ in failed_compiles())
+            action = FrameAction.DEFAULT if before < _GIVE_UPS else FrameAction.RUN_ONLY
+            error.frame_exec_strategy = FrameExecStrategy(action, FrameAction.DEFAULT)
+
+    trace.output.add_cleanup_hook(hook)
+
+
+_GIVE_UPS = 8
 
 
 def eager_error(root: Any) -> Exception | None:
@@ -435,6 +466,26 @@ def graphs_left() -> tuple[int, int]:
     if trace is None:
         return limit, limit
     return limit - len(_debug_get_cache_entry_list(traced_code(trace))) - 1, limit
+
+
+def backend_of(module: torch.nn.Module) -> tuple[str, Any, dict[str, Any]] | None:
+    """(name, function, its keywords) of the backend that a module is compiled with, None where it is not compiled.
+
+    `OptimizedModule.dynamo_ctx` and, of a module that is compiled in place, what `nn.Module._compiled_call_impl` closes over
+    (torch/_dynamo/eval_frame.py) lead to the backend as `torch.compile` wraps it (torch/__init__.py, `_TorchCompileWrapper`;
+    Inductor has a wrapper without these two attributes). The same in 2.11 and 2.13.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+    callback: Any
+    if isinstance(module, OptimizedModule):
+        callback = module.dynamo_ctx.callback
+    elif module._compiled_call_impl is not None:
+        callback = inspect.getclosurevars(module._compiled_call_impl).nonlocals["callback"]
+    else:
+        return None
+    wrapper: Any = innermost_backend(callback)
+    return wrapper.compiler_name, getattr(wrapper, "compiler_fn", wrapper), getattr(wrapper, "kwargs", {})
 
 
 def layout_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -21,7 +21,7 @@ class CallRecord:
     Attributes:
         hit: a bucket was replayed.
         reason: why not, when `hit` is false.
-        num_items: images and videos of the call.
+        num_items: images and videos of the call, 0 where neither a grid nor a batch of images says how many.
         num_patches: rows into the tower.
         num_tokens: rows out, after the spatial merge.
         bucket_tokens: budget of the bucket that was used, of all of them together where there were several.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from .errors import UnknownInput
 from .testing.architectures import ARCHITECTURES
 
-__all__ = ["PROCESSORS", "Processor", "processor_of", "values_of"]
+__all__ = ["FOLLOWS", "PROCESSORS", "Processor", "processor_of", "values_of"]
 
 _IMAGES = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _VIDEOS_BY_FRAME = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
@@ -95,7 +96,20 @@ PROCESSORS = {
         by_clip=True,
     ),
 }
-_SAME = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl"}
+FOLLOWS = {
+    "qwen3_vl_moe": "qwen3_vl",
+    "qwen3_5": "qwen3_vl",
+    "qwen3_5_moe": "qwen3_vl",
+    "qwen4_exp": "qwen3_vl",
+    "cosmos3_omni": "qwen3_vl",
+    "dots3_note": "qwen3_vl",
+    "lfm3_vl": "qwen3_vl",
+    "qwen2_5_omni": "qwen2_5_vl",
+    "qwen3_omni_moe": "qwen2_5_vl",
+    "exaone4_5": "qwen2_5_vl",
+    "hyperclovax_vision_v2": "qwen2_5_vl",
+}
+"""Families that have the processors of another: its rules, and its pixel bounds where no file gives others."""
 
 
 def processor_of(config: Any) -> Processor:
@@ -107,23 +121,49 @@ def processor_of(config: Any) -> Processor:
             ``video_preprocessor_config.json`` give the pixel bounds where they exist.
 
     Raises:
-        UnknownInput: unknown family, no such folder, or a file that is no configuration.
+        UnknownInput: unknown family, no such folder, a file that is no configuration, or a value of another kind.
     """
     if isinstance(config, str) and not _is_folder(config):
-        return _family(config)
+        return _with_sizes(_family(config), values_of(config))
     if isinstance(config, (str, Path)):
         return _from_folder(Path(config))
-    return _from_values(values_of(config))
+    return _from_values(_dictionary(config))
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """The vision part of a configuration, see `processor_of`; for a name the sizes of the released model."""
+    """The vision part of a configuration, see `processor_of`; for a name released or default sizes."""
     if isinstance(config, str) and not _is_folder(config):
-        return dict(ARCHITECTURES[_family(config).name].published)
-    if isinstance(config, (str, Path)):
-        config = _read(Path(config) / "config.json")
-    values: dict[str, Any] = config if isinstance(config, dict) else config.to_dict()
-    return values.get("vision_config") or values
+        name = _family(config).name
+        return dict(ARCHITECTURES[name].published) if name in ARCHITECTURES else _vision(_default(name))
+    return _vision(_read(Path(config) / "config.json") if isinstance(config, (str, Path)) else _dictionary(config))
+
+
+def _dictionary(config: Any) -> dict[str, Any]:
+    if isinstance(config, dict):
+        return config
+    if not callable(getattr(config, "to_dict", None)):
+        raise UnknownInput(
+            f"config {config!r:.60}: expected the name of a family ({', '.join((*PROCESSORS, *FOLLOWS))}), a configuration of "
+            "transformers or its dictionary, or a folder with config.json"
+        )
+    values: dict[str, Any] = config.to_dict()
+    return values
+
+
+def _default(name: str) -> dict[str, Any]:
+    """The dictionary of a family's configuration with its default sizes."""
+    try:
+        config_class = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING[name]
+    except (ImportError, KeyError):
+        raise UnknownInput(f"the sizes of {name!r} come from transformers, and the installed one has no such family") from None
+    config_class = config_class.sub_configs.get("thinker_config", config_class)  # a model that speaks, too
+    values: dict[str, Any] = config_class().to_dict()
+    return values
+
+
+def _vision(values: dict[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] | None = (values.get("thinker_config") or values).get("vision_config")
+    return nested or values
 
 
 def _is_folder(text: str) -> bool:
@@ -131,11 +171,15 @@ def _is_folder(text: str) -> bool:
 
 
 def _from_values(values: dict[str, Any]) -> Processor:
-    vision = values.get("vision_config") or values
-    family = _family(str(values.get("model_type") or vision.get("model_type") or "").removesuffix("_vision"))
+    vision = _vision(values)
+    kind = str(values.get("model_type") or vision.get("model_type") or "")
+    return _with_sizes(_family(re.sub("_thinker$|_vision$|_vision_encoder$", "", kind)), vision)
+
+
+def _with_sizes(processor: Processor, vision: dict[str, Any]) -> Processor:
     named = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "spatial_merge_size": "merge_size"}
     given = {field: vision[name] for name, field in named.items() if isinstance(vision.get(name), int)}
-    return replace(family, **given)
+    return replace(processor, **given)
 
 
 def _from_folder(folder: Path) -> Processor:
@@ -172,10 +216,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _family(name: str) -> Processor:
-    known = _SAME.get(name, name)
-    if known not in PROCESSORS:
-        raise UnknownInput(f"unknown model {name!r}; known: {', '.join(PROCESSORS)}")
-    return PROCESSORS[known]
+    rules = PROCESSORS.get(FOLLOWS.get(name, name))
+    if rules is None:
+        raise UnknownInput(f"unknown model {name!r}; known: {', '.join((*PROCESSORS, *FOLLOWS))}")
+    return replace(rules, name=name)
 
 
 def _smart_resize(module: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -107,12 +108,17 @@ def recommend_budgets(
         max_tokens: of a budget, except where a single input has more.
 
     Raises:
-        UnknownInput: unknown family, no such file, an input that is no size or that the processor refuses, or none at all.
+        UnknownInput: unknown family, no such file, an input that is no size or that the processor refuses, none at all, or a
+            value of another type.
     """
     processor = processor_of(config)
+    if not isinstance(most, int) or most < 1:
+        raise UnknownInput(f"most={most!r}: expected at least one budget")
+    if not isinstance(max_tokens, int):
+        raise UnknownInput(f"max_tokens={max_tokens!r}: expected a whole number of output tokens")
     sizes: dict[int, float] = {}
     plans: list[tuple[str, tuple[int, int, int], int]] = []
-    for given in inputs:
+    for given in _listed(inputs):
         frames, height, width = _parsed(given)
         grid = processor.grid(frames, height, width)
         tokens = processor.tokens(grid)
@@ -123,8 +129,6 @@ def recommend_budgets(
                 sizes[count * tokens] = sizes.get(count * tokens, 0.0) + share
     if not plans:
         raise UnknownInput("no input: give at least one, such as 16x448x448 (frames x height x width in pixels)")
-    if most < 1:
-        raise UnknownInput(f"most={most}: expected at least one budget")
     budgets = fit_budgets(sizes, most)
     fewest = min(tokens for _, _, tokens in plans)
     frame = min(tokens // grid[0] for _, grid, tokens in plans)
@@ -142,11 +146,23 @@ def recommend_budgets(
     )
 
 
-def _parsed(given: str | Sequence[int]) -> tuple[int, int, int]:
-    text = given if isinstance(given, str) else "x".join(map(str, given))
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+def _listed(inputs: Any) -> list[Any]:
+    if isinstance(inputs, str) or not isinstance(inputs, Iterable):
+        raise UnknownInput(f"inputs={inputs!r}: expected a list of inputs, such as ['16x448x448', (1, 1024, 768)]")
+    return list(inputs)
+
+
+def _parsed(given: Any) -> tuple[int, int, int]:
+    try:
+        text = given if isinstance(given, str) else "x".join(str(operator.index(size)) for size in given)
+    except TypeError:  # no sequence, or not one of whole numbers
+        text = None
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text or "")
     if match is None:
-        raise UnknownInput(f"input {text!r}: expected FRAMESxHEIGHTxWIDTH in pixels, such as 16x448x448 or 1x1024x768")
+        raise UnknownInput(
+            f"input {given if text is None else text!r}: expected FRAMESxHEIGHTxWIDTH in pixels, such as 16x448x448 or "
+            "1x1024x768, or three whole numbers"
+        )
     frames, height, width = map(int, match.groups())
     return frames, height, width
 

@@ -3,7 +3,7 @@
 Dynamo looks at a tower's modules and at much else in each call, which takes longer than all else that the host does for a
 replay, several times as long where it cannot pass over whole layers (before Python 3.12). The user of a lane promises that the
 tower's modules stay as they are. What can still change from call to call is looked at: shapes and dtypes of the arguments,
-modes, addresses and layouts of the parameters.
+modes, and, while the device works, which parameters the tower has, their addresses and layouts.
 
 ::
 
@@ -13,6 +13,7 @@ modes, addresses and layouts of the parameters.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from . import _torch
 from .backend import live_towers
+from .owners import not_compiled
 from .passes.graph import Role
 from .runtime import CompiledTower
 from .size_guards import SizeGuards
@@ -37,24 +39,23 @@ _MAX_ROUTES = 64
 def fast_lane(tower: nn.Module) -> FastLane:
     """A function that calls a compiled tower without Dynamo's guards.
 
-    Use it where a tower is served and nothing is done to its modules. After hooks, submodules, parameters or attributes have
-    been added, replaced or taken away, `FastLane.forget` the routes, or make another lane: until then calls are served with
-    those that the lane has seen. These are seen without it: weights edited in place, loaded by ``load_state_dict`` or moved
-    through ``.data`` (``tower.to(...)``), ``train()`` and ``eval()``, autocast, grad mode, and every kind of argument.
+    Use it where a tower is served and nothing is done to its modules. After hooks, submodules or attributes have been added,
+    replaced or taken away, or parameters added, `FastLane.forget` the routes, or make another lane: until then calls are served
+    with those that the lane has seen. These are seen without it: weights edited in place, loaded by ``load_state_dict``,
+    replaced (``assign=True``) or moved through ``.data`` (``tower.to(...)``), ``train()`` and ``eval()``, autocast, grad mode,
+    and every kind of argument.
 
     Args:
         tower: what `torch.compile` with ``backend="vitcg"`` returned, or a module after ``.compile(backend="vitcg")``.
 
     Raises:
-        TypeError: `tower` is no compiled module.
+        TypeError: `tower` is no module that is compiled with this backend.
     """
-    compiled = isinstance(tower, nn.Module) and (
-        hasattr(tower, "_orig_mod") or getattr(tower, "_compiled_call_impl", None) is not None
-    )
-    if not compiled:
+    wrong = not_compiled(tower) if isinstance(tower, nn.Module) else "is no module"
+    if wrong is not None:
         raise TypeError(
-            "fast_lane() takes a compiled tower, torch.compile(tower, backend='vitcg'); "
-            f"got {type(tower).__name__} {tower!r:.60}."
+            "fast_lane() takes a tower compiled with this backend, torch.compile(tower, backend='vitcg') or the tower after "
+            f"tower.compile(backend='vitcg'): {type(getattr(tower, '_orig_mod', tower)).__name__} {wrong}."
         )
     return FastLane(tower)
 
@@ -89,12 +90,13 @@ class FastLane:
 
     Attributes:
         tower: the compiled tower.
-        refusals: kind of call -> why it has no route; such calls are served by the compiled tower.
+        refusals: reason -> text, for kinds of call that have no route; they are served by the compiled tower.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower = tower
-        self.refusals: dict[Any, str] = {}
+        self.refusals: dict[str, str] = {}
+        self._refused: set[Any] = set()  # kinds of call
         self._module: nn.Module = getattr(tower, "_orig_mod", tower)
         self._routes: dict[Any, list[_Route]] = {}  # kind of call -> routes for calls of different sizes
         self._ambient = _torch.Ambient()
@@ -107,6 +109,7 @@ class FastLane:
         """Look at the tower once more: its modules have changed."""
         self._routes.clear()
         self.refusals.clear()
+        self._refused.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The tower's output. Raises what the tower raises."""
@@ -116,11 +119,22 @@ class FastLane:
             arguments = _arguments(route, given)
             if arguments is not None:
                 try:
-                    return _output(route, route.callee.serve(arguments, known=route.known))
+                    results = route.callee.serve(arguments, known=route.known)
+                    if self._has_parameters_of(route):  # looked at while the device works
+                        return _output(route, results)
                 except StateChanged:
-                    self._routes.pop(kind, None)  # Dynamo may have another graph for them
-                    break
+                    pass
+                self._routes.clear()  # Dynamo may have another graph for them; each route would keep the memory of the old ones
+                break
         return self._watched(kind, given, args, kwargs)
+
+    def _has_parameters_of(self, route: _Route) -> bool:
+        """Whether the tower has the very parameters of a route."""
+        try:
+            now = route.callee.reached_through(self._module)
+        except Exception:  # a module that they were in is gone
+            return False
+        return now is not None and all(map(operator.is_, now, route.known.tensors))
 
     def _kind(self, positional: int, kwargs: dict[str, Any], given: Sequence[Any]) -> Any:
         """What tells calls apart, None where that is not known."""
@@ -136,7 +150,7 @@ class FastLane:
 
     def _watched(self, kind: Any, given: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the compiled tower; where one graph alone has served it, the route for the next of its kind."""
-        parts = [] if kind is None or kind in self.refusals else live_towers(self._module)
+        parts = [] if kind is None or kind in self._refused else live_towers(self._module)
         if not parts:
             return self.tower(*args, **kwargs)
         seen: list[tuple[CompiledTower, Sequence[Any], Sequence[Any]]] = []
@@ -159,20 +173,23 @@ class FastLane:
             return output
         try:
             if len(seen) > 1:
-                raise _NoRoute(f"it is served by {len(seen)} graphs, a lane needs one")
+                raise _NoRoute("several_graphs", f"it is served by {len(seen)} graphs, a lane needs one")
             if modes != {inference}:
-                raise _NoRoute("the tower enters inference mode by itself")
+                raise _NoRoute("own_inference_mode", "the tower enters inference mode by itself")
             hooked = [type(m).__name__ for m in self.tower.modules() if m._forward_hooks or m._forward_pre_hooks]
             if hooked or _torch.has_global_hooks():
                 which = hooked[0] if hooked else "every module"
-                raise _NoRoute(f"{which} has hooks, and what they do besides the output would be left out")
+                raise _NoRoute("hooks", f"{which} has hooks, and what they do besides the output would be left out")
             if not seen[0][0].owners.is_whole(self._module):
                 raise _NoRoute(
-                    "the graph is not all that the tower does: Python code runs around it, or it keeps something besides"
+                    "more_than_graph",
+                    "the graph is not all that the tower does: Python code runs around it, or it keeps something besides",
                 )
             route = _route(*seen[0], given, output)
+            if not self._has_parameters_of(route):
+                raise _NoRoute("parameter_paths", "it is not known how the tower reaches its parameters")
         except _NoRoute as error:
-            self._refuse(kind, str(error))
+            self._refuse(kind, *error.args)
             return output
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.pop(next(iter(self._routes)), None)
@@ -180,14 +197,18 @@ class FastLane:
         self._routes[kind] = [route, *others]
         return output
 
-    def _refuse(self, kind: Any, why: str) -> None:
-        if len(self.refusals) < _MAX_ROUTES:
-            self.refusals[kind] = why
-        _torch.log.info("no fast lane for a kind of call: %s", why)
+    def _refuse(self, kind: Any, reason: str, text: str) -> None:
+        if len(self._refused) < _MAX_ROUTES:
+            self._refused.add(kind)
+        self.refusals[reason] = text
+        _torch.log.info("no fast lane for a kind of call [%s]: %s", reason, text)
 
 
 class _NoRoute(Exception):
-    """Why a call has no route."""
+    """Why a call has no route: the reason's name, and a text."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(reason, text)
 
 
 def _described(value: Any) -> Any:
@@ -218,30 +239,30 @@ def _route(
             continue
         leaf = next((i for i, g in enumerate(given) if g is value), None)
         if leaf is None:
-            raise _NoRoute(f"{node.name} is not an argument of the call")
+            raise _NoRoute("other_inputs", f"{node.name} is not an argument of the call")
         leaves.append((position, leaf))
     if body.bound.pixel_axis != 0:
-        raise _NoRoute("rows are not the first axis of the pixels")
+        raise _NoRoute("pixel_axis", "rows are not the first axis of the pixels")
     flat, spec = pytree.tree_flatten(output)
     places: list[int | None] = []
     for leaf in flat:
         if leaf is not None and not isinstance(leaf, (Tensor, bool, str)):  # a number may follow the rows
-            raise _NoRoute(f"the output holds a {type(leaf).__name__}")
+            raise _NoRoute("other_outputs", f"the output holds a {type(leaf).__name__}")
         places.append(next((i for i, r in enumerate(results) if r is leaf), None) if isinstance(leaf, Tensor) else None)
         if isinstance(leaf, Tensor) and places[-1] is None:
-            raise _NoRoute("a tensor of the output is made outside of the graph")
+            raise _NoRoute("other_outputs", "a tensor of the output is made outside of the graph")
     try:
         sizes = SizeGuards(body.bound.placeholders, [position for position, _ in leaves])
     except ValueError as error:
-        raise _NoRoute(str(error)) from error
+        raise _NoRoute("sizes", str(error)) from error
     constants = [leaf if place is None else None for leaf, place in zip(flat, places, strict=True)]
     known = callee.known(arguments)
     if known is None:
-        raise _NoRoute("the memory of its parameters is not known: one of them has no storage of its own")
+        raise _NoRoute("parameter_memory", "the memory of its parameters is not known: one of them has no storage of its own")
     route = _Route(callee, template, leaves, sizes, known, places, constants, spec)
     again = _filled(route, given)
     if any(a is not b and (isinstance(a, Tensor) or a != b) for a, b in zip(again, arguments, strict=True)):
-        raise _NoRoute("a size in the graph is neither a number of tokens nor the number of items")
+        raise _NoRoute("sizes", "a size in the graph is neither a number of tokens nor the number of items")
     return route
 
 

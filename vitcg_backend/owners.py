@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import _torch
 from .marking import inputs_of
 
-__all__ = ["Owners", "ids_of", "not_traced", "why_in_parts"]
+__all__ = ["Owners", "ids_of", "not_compiled", "not_traced", "why_in_parts"]
 
 _TOWERS = 8  # towers of one class that are told apart
 _TENSORS = 8  # that stand for their tower
@@ -79,6 +79,19 @@ class Owners:
 def ids_of(tower: nn.Module) -> set[int]:
     """Ids of all that makes a tower: its modules, parameters and buffers."""
     return {id(part) for part in (*tower.modules(), *tower.parameters(), *tower.buffers())}
+
+
+def not_compiled(tower: nn.Module) -> str | None:
+    """Why no call of a tower can reach this backend: it is not compiled, or with a backend of torch's.
+
+    None where it can: a function of the user's may call this backend.
+    """
+    backend = _torch.backend_of(tower)
+    if backend is None:
+        return "is not compiled"
+    name, function, _ = backend
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return f"is compiled with backend={name!r}" if home.partition(".")[0] == "torch" else None
 
 
 def why_in_parts() -> dict[str, str]:

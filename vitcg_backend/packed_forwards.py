@@ -73,6 +73,11 @@ def _note_other(name: str) -> None:
     note_step("other_forward", text)
 
 
+@torch._dynamo.assume_constant_result
+def _keep_graphs() -> None:
+    _torch.keep_graphs(_torch.current_trace())
+
+
 def make_packed(
     original: types.FunctionType, *, active: Callable[[], bool], module: types.ModuleType, form: Form
 ) -> Callable[..., Any]:
@@ -100,7 +105,10 @@ def make_packed(
         result = None
         if has_segments or "flash" not in (self.config._attn_implementation or ""):
             result = packed(self, *args, **kwargs)
-        return copy(self, *args, **kwargs) if result is None else result
+        if result is not None:
+            return result
+        _keep_graphs()
+        return copy(self, *args, **kwargs)
 
     return lowered
 

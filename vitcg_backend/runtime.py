@@ -76,10 +76,6 @@ class _Ask:
         """The same call, not served as planned."""
         return _Ask(self.layout, self.rows, Plan((), reason))
 
-    @property
-    def items(self) -> int:
-        return 0 if self.layout is None else len(self.layout)
-
 
 @dataclass(frozen=True)
 class _Again:
@@ -173,6 +169,12 @@ class CompiledTower:
         """
         with self._lock:
             return self._states.keep(args)
+
+    def reached_through(self, owner: Any) -> tuple[Any, ...] | None:
+        """The parameters that are reached through a tower now, None where that is not known."""
+        if not self._states.positions:
+            return ()
+        return None if self._gather is None else self._gather(owner)
 
     def serve(self, args: Sequence[Any], known: Known | None = None, owner: Any = None) -> list[Any]:
         """As a call of this object.
@@ -757,7 +759,12 @@ class CompiledTower:
         padded = 0.0 if tokens is None else 1.0 - ask.rows / (tokens * unit)
         replays = tuple((part.bucket.tokens, part.rows // unit) for part in ask.plan.parts)
         hit = ask.reason is None
-        return CallRecord(hit, ask.reason, ask.items, ask.rows, ask.rows // unit, tokens, padded, replays)
+        return CallRecord(hit, ask.reason, self._items(ask), ask.rows, ask.rows // unit, tokens, padded, replays)
+
+    def _items(self, ask: _Ask) -> int:
+        if ask.layout is not None:
+            return len(ask.layout)
+        return ask.rows if self.planner.tokens_of_image else 0  # a row is an image
 
     def _explain(self, ask: _Ask) -> str:
         if self.body.refusal is not None:
@@ -778,7 +785,7 @@ class CompiledTower:
             texts = [text for name, text in self.stats.refusals.items() if name.partition(" ")[0] == ask.reason]
             return texts[-1] if texts else self.body.assumptions()
         budgets = list(self.planner.ladder.budgets)
-        return f"a call of {tokens} tokens ({ask.rows} patches) in {ask.items} items; budgets in tokens: {budgets}"
+        return f"a call of {tokens} tokens ({ask.rows} patches) in {self._items(ask)} items; budgets in tokens: {budgets}"
 
 
 class _Disagrees(Exception):

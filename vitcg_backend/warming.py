@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,17 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .backend import live_towers, stats
+from . import _torch
+from .backend import live_towers, stats, vitcg
 from .bucketing import Layout, num_patches
 from .errors import OptionError, Refused
-from .owners import ids_of
+from .options import Options
+from .owners import ids_of, not_compiled
+from .planning import Planner
 from .runtime import CompiledTower
 
 __all__ = ["Warmed", "picture", "warmup"]
 
-Grid = Sequence[Sequence[int]]
+Grid = Tensor | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Warmed:
 def warmup(
     tower: nn.Module,
     *,
-    grids: Iterable[Grid] | None = None,
+    grids: Grid | Iterable[Grid] | None = None,
     sizes: Iterable[int] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Warmed:
@@ -65,21 +69,23 @@ def warmup(
         tower: the result of ``torch.compile(tower, backend="vitcg")``, or a tower after ``tower.compile(backend="vitcg")``;
             it takes ``(pixels, grid_thw=...)``, padded images as ``(pixel_values, image_sizes=...)``, or one image a row and
             no grid.
-        grids: the calls to expect, each a list of ``(frames, height, width)`` in patches.
+        grids: the calls to expect, each a list of ``(frames, height, width)`` in patches, or a tensor ``[items, 3]`` as the
+            tower takes it; a tensor by itself is one call.
         sizes: output tokens instead, each as one picture, or numbers of images; ``None`` for both = every budget of the ladder.
         progress: called with one line of text after each step; by default a bar on stderr if that is a terminal.
 
     Raises:
-        OptionError: `grids` and `sizes` are both given, a value is not allowed, the tower is not compiled by this backend, or
-            takes one image a row and was not called yet.
+        OptionError: `grids` and `sizes` are both given, a value is not allowed, a size is above the largest budget, the tower
+            is not compiled by this backend, or takes one image a row and was not called yet.
     """
     if grids is not None and sizes is not None:
         raise OptionError("warmup: give grids or sizes, not both.")
     eager = getattr(tower, "_orig_mod", tower)
+    options = _options_of(tower)
     started = time.perf_counter()
-    steps = _image_steps(eager, grids, sizes) or _grid_steps(tower, eager, grids, sizes)
+    steps = _image_steps(eager, options, grids, sizes) or _grid_steps(tower, eager, options, grids, sizes)
     steps.sort(key=lambda step: step.size, reverse=True)
-    parts = live_towers(eager)
+    parts = _graphs_of(eager, options)
     say = progress or _bar
     skipped: dict[int, str] = {}
     captured = list(_captured(parts))
@@ -91,7 +97,7 @@ def warmup(
             for part in parts:
                 stack.enter_context(part.warming())
             step.call()
-        parts = live_towers(eager)
+        parts = _graphs_of(eager, options)
         captured += sorted(_captured(parts) - set(captured), reverse=True)
         last = stats(eager).last
         if last is not None and last.reason is not None:
@@ -112,21 +118,52 @@ class _Step:
     call: Callable[[], None]
 
 
-def _grid_steps(tower: nn.Module, eager: nn.Module, grids: Iterable[Grid] | None, sizes: Iterable[int] | None) -> list[_Step]:
+def _options_of(tower: nn.Module) -> Options | None:
+    """What a tower was compiled with; None where that is not known: by a function of the user's, or its forward alone."""
+    if not isinstance(tower, nn.Module):
+        raise OptionError(
+            f"warmup: got {type(tower).__name__} {tower!r:.60}: give the result of torch.compile(tower, backend='vitcg')."
+        )
+    backend = _torch.backend_of(tower)
+    if backend is None:
+        return None
+    _, function, keywords = backend
+    wrong = not_compiled(tower)
+    if wrong is not None:
+        name = type(getattr(tower, "_orig_mod", tower)).__name__
+        raise OptionError(f"warmup: {name} {wrong}: give the result of torch.compile(tower, backend='vitcg').")
+    return Options.parse(keywords.get("options"), keywords.get("mode")) if function is vitcg else None
+
+
+def _graphs_of(eager: nn.Module, options: Options | None) -> list[CompiledTower]:
+    """The graphs of a tower that calls use now: those of an earlier compile with other options may still be there."""
+    return [part for part in live_towers(eager) if options is None or part.options == options]
+
+
+def _grid_steps(
+    tower: nn.Module,
+    eager: nn.Module,
+    options: Options | None,
+    grids: Grid | Iterable[Grid] | None,
+    sizes: Iterable[int] | None,
+) -> list[_Step]:
     """The calls of a tower with a grid, which is compiled by the smallest of them."""
     merge = 1 if _takes_padded_images(eager) else _merge(eager)
-    layouts = [_layout(grid, merge) for grid in grids] if grids is not None else None
+    layouts = _layouts(grids, merge) if grids is not None else None
     if _takes_padded_images(eager) and any(frames != 1 for layout in layouts or () for frames, _, _ in layout):
         raise OptionError(f"warmup: {type(eager).__name__} takes images: expected 1 frame, height and width for each.")
     if sizes is not None:
-        layouts = [picture(_size(size, "output tokens"), merge) for size in sizes]
+        wanted = _sizes(sizes, "output tokens")
+        if options is not None:
+            _look_at_largest(wanted, options)
+        layouts = [picture(size, merge) for size in wanted]
     # Compiles. A call of one token would be a graph of its own: Dynamo takes sizes of 1 for constants.
     try:
         _call(tower, eager, min(layouts, key=num_patches) if layouts else picture(16, merge))
     except Refused as refusal:  # under `strict`: nothing can be warm before there is a graph
         if refusal.reason != "not_warmed_up":
             raise
-    parts = live_towers(eager)
+    parts = _graphs_of(eager, options)
     if not parts:
         raise OptionError(f"warmup: this tower is not compiled with backend='vitcg', or it has no buckets.{_reasons(eager)}")
     if layouts is None:
@@ -134,16 +171,29 @@ def _grid_steps(tower: nn.Module, eager: nn.Module, grids: Iterable[Grid] | None
     return [_Step(num_patches(x) // merge**2, "tokens", functools.partial(_call, tower, eager, x)) for x in layouts]
 
 
-def _image_steps(eager: nn.Module, grids: Iterable[Grid] | None, sizes: Iterable[int] | None) -> list[_Step]:
+def _look_at_largest(sizes: Iterable[int], options: Options) -> None:
+    """Raises OptionError where no bucket will hold a picture of one of these sizes: a frame is not cut."""
+    largest = Planner(options, unit=1).ladder.budgets[-1]  # in tokens, whatever the unit
+    for size in sizes:
+        if size > largest:
+            raise OptionError(
+                f"warmup: size {size}: the largest budget is {largest} output tokens, and a picture is not cut. Leave the size "
+                "out, or compile with larger token_budgets or a larger max_tokens."
+            )
+
+
+def _image_steps(
+    eager: nn.Module, options: Options | None, grids: Grid | Iterable[Grid] | None, sizes: Iterable[int] | None
+) -> list[_Step]:
     """The calls of a tower of one image a row, none for a tower that no such graph was traced of."""
-    parts = [part for part in live_towers(eager) if part.planner.tokens_of_image]
+    parts = [part for part in _graphs_of(eager, options) if part.planner.tokens_of_image]
     if not parts:
         return []
     if grids is not None:
         name = type(eager).__name__
         raise OptionError(f"warmup: {name} takes one image a row and no grid: give sizes, which are numbers of images.")
     known = {budget for part in parts for budget in part.planner.ladder.budgets}
-    counts = sorted(known) if sizes is None else [_size(size, "images") for size in sizes]
+    counts = sorted(known) if sizes is None else _sizes(sizes, "images")
     wanted = [(n, [p for p in parts if sizes is not None or n in p.planner.ladder.budgets]) for n in counts]
     return [_Step(n, "images", functools.partial(_call_images, eager, own, n)) for n, own in wanted]
 
@@ -199,21 +249,43 @@ def _takes_padded_images(tower: nn.Module) -> bool:
     return list(inspect.signature(tower.forward).parameters)[:2] == ["pixel_values", "image_sizes"]
 
 
-def _layout(grid: Grid, merge: int) -> Layout:
-    rows: Any = [grid] if grid and isinstance(grid[0], int) else grid
-    layout = tuple(tuple(row) for row in rows)
+def _layouts(grids: Any, merge: int) -> list[Layout]:
+    """The calls that grids stand for: a tensor is one call, anything else holds one in each place."""
+    return [_layout(grid, merge) for grid in ([grids] if hasattr(grids, "tolist") else _listed("grids", grids))]
+
+
+def _layout(grid: Any, merge: int) -> Layout:
+    """The rows of a grid, whatever whole numbers they are made of; a row by itself is a call of one item."""
+    try:
+        rows = list(grid.tolist() if hasattr(grid, "tolist") else grid)
+        rows = rows if hasattr(rows[0], "__iter__") else [rows]
+        layout: tuple[tuple[int, ...], ...] = tuple(tuple(map(operator.index, row)) for row in rows)
+    except (IndexError, TypeError):
+        layout = ()
     if not layout or any(len(row) != 3 or min(row) < 1 or row[1] % merge or row[2] % merge for row in layout):
         raise OptionError(
             f"warmup: grid {grid!r}: expected (frames, height, width) in patches for each item of a call, "
             f"height and width multiples of {merge}."
         )
-    return layout
+    return layout  # type: ignore[return-value]  # of three numbers each, as has been seen
+
+
+def _sizes(sizes: Any, unit: str) -> list[int]:
+    return [_size(size, unit) for size in _listed("sizes", sizes)]
 
 
 def _size(size: Any, unit: str) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    number = operator.index(size) if hasattr(size, "__index__") and not isinstance(size, bool) else 0
+    if number < 1:
         raise OptionError(f"warmup: size {size!r}: expected {unit}, a whole number of at least 1.")
-    return size
+    return number
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    try:
+        return list(given)
+    except TypeError:
+        raise OptionError(f"warmup: {name}={given!r}: expected a list, with one call in each place.") from None
 
 
 @torch.no_grad()

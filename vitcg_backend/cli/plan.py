@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import UnknownInput
-from ..grids import PROCESSORS
+from ..grids import FOLLOWS, PROCESSORS
 from ..guide import recommend_budgets
 from .errors import UserError
 
@@ -19,7 +19,7 @@ HELP = "grids, tokens, budgets and padding of the inputs to expect"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``plan``."""
-    parser.add_argument("--model", metavar="NAME", help=f"family: {', '.join(PROCESSORS)}")
+    parser.add_argument("--model", metavar="NAME", help=f"family: {', '.join((*PROCESSORS, *FOLLOWS))}")
     parser.add_argument(
         "--config", type=Path, metavar="DIR", help="instead: folder with config.json, processor files beside it"
     )
@@ -42,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--config: no such folder: {args.config}")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json: no such folder: {args.json.absolute().parent}")
-    if args.model is not None and args.model not in PROCESSORS:
-        raise UserError(f"--model: unknown model {args.model!r}; known: {', '.join(PROCESSORS)}")
+    known = (*PROCESSORS, *FOLLOWS)
+    if args.model is not None and args.model not in known:
+        raise UserError(f"--model: unknown model {args.model!r}; known: {', '.join(known)}")
     try:
         plan = recommend_budgets(args.config or args.model, args.input, most=args.budgets)
     except UnknownInput as error:
