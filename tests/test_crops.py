@@ -333,6 +333,18 @@ def test_weights_edited_in_place_and_a_hook_on_the_convolution() -> None:
     assert_same(compiled, tower, pixels, sizes)
 
 
+def test_strides_are_eagers() -> None:
+    """Of the axis of size 1, too, whose stride tells how large the bucket was."""
+    tower = make()
+    compiled = compile_tower(tower)
+    for count in (2, 1, 3):
+        pixels, sizes = images(count)
+        with torch.no_grad():
+            rows, expected = (call(pixels, image_sizes=sizes).last_hidden_state for call in (compiled, tower))
+        assert rows.stride() == expected.stride()
+    assert vitcg_backend.stats(tower).hits == 3
+
+
 @pytest.mark.parametrize("limit", [99, 0])
 @pytest.mark.parametrize("odd", ["hook", "gradient", "three columns", "a list of tensors"])
 def test_a_call_that_is_not_packed_costs_others_no_graph(odd: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:

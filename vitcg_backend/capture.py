@@ -350,7 +350,8 @@ def _blank(view: Tensor, axis: int | None) -> Tensor:
     """Memory for a copy of a result: laid out as eager's, with gaps between rows where that has them."""
     if axis == 0 and not view.is_contiguous() and 0 not in view.stride():
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
-    return torch.empty_like(view)
+    # `empty_like` would keep the stride of an axis of size 1, which is that of the whole bucket.
+    return torch.empty_like(view, memory_format=torch.contiguous_format if view.is_contiguous() else torch.preserve_format)
 
 
 def _same_view(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:
