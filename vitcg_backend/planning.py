@@ -145,7 +145,7 @@ class Planner:
         if self._observes:
             self._observe(rows // self.unit)
         key = rows if layout is None else layout
-        if layout is not None:
+        if layout is not None and self._counts(layout, rows):
             self._count(layout)
         plan = None if self.warms else self._plans.get(key)
         if plan is None:
@@ -160,7 +160,7 @@ class Planner:
 
     def is_final(self, layout: Layout | None, rows: int) -> bool:
         """Whether the next call of this layout gets the plan that is kept for it, and need not be counted."""
-        counted = layout is None or self._repeats.get(layout, 0) >= REPEATED
+        counted = layout is None or not self._counts(layout, rows) or self._repeats.get(layout, 0) >= REPEATED
         return counted and (rows if layout is None else layout) in self._plans and not self._observes
 
     def learn(self, part: Part, replay_s: float, uncaptured_s: float) -> None:
@@ -210,8 +210,11 @@ class Planner:
         self._plans.pop(layout, None)
         self.version += 1
 
+    def _counts(self, layout: Layout, rows: int) -> bool:
+        """Whether a layout may be served otherwise once it has come again: in several replays, or with a budget of its own."""
+        return len(layout) > 1 or rows // self.unit >= _LEAST_OWN
+
     def _count(self, layout: Layout) -> None:
-        """Count the calls of a layout."""
         if len(self._repeats) >= _MAX_PLANS and layout not in self._repeats:
             self._repeats.pop(next(iter(self._repeats)))
         self._repeats[layout] = self._repeats.get(layout, 0) + 1
