@@ -1,6 +1,6 @@
-"""Every private name of torch that this package uses, here and in `_dynamo_call.py`, checked against torch 2.11, 2.13 and 2.14.
+"""Every private name of torch that this package uses, here, in `_dynamo_call.py` and in `_dynamo_blocks.py`.
 
-Nothing else imports an underscored module of torch. A function here says which file it leans on, so that what a new torch
+Checked against torch 2.11, 2.13 and 2.14 (the last: not `_dynamo_blocks.py`). Nothing else imports an underscored module of torch. A function here says which file it leans on, so that what a new torch
 changes is mended in one place. 2.11 and 2.13 have run the tests; 2.14 was read.
 """
 
