@@ -184,6 +184,16 @@ def test_blocks_that_are_given_numbers_of_their_own(copied: list[nn.Module], mon
     assert not set(copied) & {*tower.blocks}
 
 
+def test_blocks_that_look_themselves_up(copied: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table outside that holds something else for each block: each is traced."""
+    tower = tiny_tower("qwen3_vl", depth=5)
+    table = {block: index + 1.0 for index, block in enumerate(tower.blocks)}
+    cls, forward = type(tower.blocks[0]), type(tower.blocks[0]).forward
+    monkeypatch.setattr(cls, "forward", lambda self, h, **kwargs: forward(self, h, **kwargs) * table[self])
+    assert_same(compile_tower(tower), tower, IMAGE)
+    assert not set(copied) & {*tower.blocks}
+
+
 class _Holder(nn.Module):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
@@ -199,6 +209,7 @@ _OBJECT = object()
         (1, 1, True),
         (1, 2, False),
         (1, True, False),
+        (0.0, -0.0, False),
         ("a", "a", True),
         (_OBJECT, _OBJECT, True),
         (_OBJECT, object(), False),

@@ -13,6 +13,8 @@ what it is given, on the objects that it reads, and on what was changed before. 
 - its arguments are the same constants and tensors, or tensors of equal type, sizes and strides (`_Given`);
 - the block equals the one that was noted: module by module the same attributes, each the same object, an equal number or text,
   or a tensor of equal type, sizes and strides (`_Equal`), and no hooks;
+- the trace has met the blocks in one place only, and that of the noted one has read nothing new outside of it: a table of all
+  blocks, or a comparison with one of them, would tell them apart;
 - modes are the same, gradients are not wanted, and the trace has changed nothing in between that was there before it.
 
 Private names of torch are in this module, too. Source: Dynamo itself does this for functions that are marked for it
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +65,8 @@ class _Met(dict[Any, Any]):
 
     def __setitem__(self, source: Any, variable: Any) -> None:
         block, plain = _block_class()
-        if type(variable) is plain and str(getattr(source, "index", "")).isdecimal():
+        in_list = str(getattr(source, "index", "")).isdecimal() and getattr(source.base, "member", "") == "_modules"
+        if in_list and type(variable) is plain:
             variable.__class__ = block
         super().__setitem__(source, variable)
 
@@ -86,7 +90,8 @@ def _called(block: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any], tr
     """The result of a call of `block`: copied, or that of `trace`."""
     met = tx.output.variable_tracker_cache
     cls = type(block.value)
-    given = _Given.of(tx, args, kwargs) if isinstance(met, _Met) and cls in met.seen else None
+    ready = isinstance(met, _Met) and cls in met.seen and not _is_known_otherwise(tx, block)
+    given = _Given.of(tx, args, kwargs) if ready else None
     if given is None:
         if isinstance(met, _Met):
             met.seen.add(cls)
@@ -97,9 +102,10 @@ def _called(block: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any], tr
             return one.copy(tx, block, given)
     if len(noted) == _MOST_NOTED:
         return trace()
-    nodes = set(tx.output.graph.nodes)
+    nodes, guards = set(tx.output.graph.nodes), set(map(_what, tx.output.guards))
     result = trace()
-    new = _Noted.of(tx, block, given, result, [node for node in tx.output.graph.nodes if node not in nodes])
+    added = [node for node in tx.output.graph.nodes if node not in nodes]
+    new = _Noted.of(tx, block, given, result, added, [guard for guard in tx.output.guards if _what(guard) not in guards])
     if new is not None:
         noted.append(new)
     return result
@@ -168,7 +174,7 @@ class _Given:
             self.sizes.append(node)
             return "size", id(node)
         if type(variable) is ConstantVariable:
-            return "constant", type(variable.value), variable.value
+            return "constant", type(variable.value), repr(variable.value), variable.value
         if type(variable) is TupleVariable:
             return "tuple", tuple(map(self._key, variable.items))
         raise _Unknown(type(variable).__name__)
@@ -236,7 +242,7 @@ class _Equal:
         if type(one) is not type(other):
             return False
         if isinstance(one, _PLAIN):
-            return bool(one == other)
+            return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
         first, second = self._pairs.setdefault(id(one), id(other)), self._back.setdefault(id(other), id(one))
         self._kept += (one, other)
         if first != id(other) or second != id(one):
@@ -249,20 +255,19 @@ class _Equal:
             return True
         if isinstance(one, functools.partial):
             return one.func is other.func and self(one.args, other.args) and self(one.keywords, other.keywords)
-        if type(one).__module__ not in ("builtins", "collections"):
-            return False
-        if isinstance(one, dict):
+        if type(one) in (dict, OrderedDict):
             return self(list(one), list(other)) and self(list(one.values()), list(other.values()))
-        if isinstance(one, (list, tuple)):
+        if type(one) in (list, tuple):
             return len(one) == len(other) and all(map(self, one, other))
-        return isinstance(one, (set, frozenset)) and one == other and all(isinstance(item, str) for item in one)
+        return type(one) in (set, frozenset) and one == other and all(isinstance(item, str) for item in one)
 
     def _without_hooks(self, module: torch.nn.Module) -> bool:
         return "forward" not in vars(module) and not any(vars(module).get(name) for name in _HOOKS)
 
     def _tensors(self, one: Tensor, other: Tensor) -> bool:
         marks = [{k: v for k, v in vars(t).items() if k != "_dynamo_static_input_type"} for t in (one, other)]
-        return not any(marks) and one.grad is other.grad is None and _alike(one, other)
+        plain = not any(marks) and all(t.grad is None and not t._backward_hooks for t in (one, other))
+        return plain and _alike(one, other)
 
 
 # --- what a call has added to the trace -----------------------------------------------------------------------------
@@ -293,11 +298,14 @@ class _Noted:
     result: Any
 
     @classmethod
-    def of(cls, tx: Any, block: Any, given: _Given, result: Any, new: list[fx.Node]) -> _Noted | None:
-        """Note a call that was just traced; None where it cannot be copied."""
+    def of(cls, tx: Any, block: Any, given: _Given, result: Any, new: list[fx.Node], new_guards: list[Guard]) -> _Noted | None:
+        """Note a call that was just traced, which has added nodes and guards; None where it cannot be copied."""
         same = (_modes(), _changes(tx.output)) == (given.modes, given.changes)
         why = None if same else "it changes what was there before"
         source = _place(block)
+        met = [*(guard.originating_source for guard in new_guards), *(_source_of(n) for n in new if n.op == "placeholder")]
+        if not all(_is_within(one, source) for one in met):  # what is found by way of the block, in a table of all blocks, say
+            why = "it reads what no block before it has read"
         nodes = [node for node in new if node.op != "placeholder"]
         used = {node for n in nodes for node in n.all_input_nodes} | set(new)
         inputs = [node for node in used if node.op == "placeholder" and _is_within(_source_of(node), source)]
@@ -403,6 +411,16 @@ def _place(block: Any) -> Source:
     return source  # type: ignore[no-any-return]
 
 
+def _is_known_otherwise(tx: Any, block: Any) -> bool:
+    """Whether the trace has met the block, or what holds it, in a second place: code may tell blocks apart by that."""
+    way, source = set(), block.source
+    while source is not None:
+        way.add(source)
+        source = getattr(source, "base", None)
+    twice = [guard for guard in tx.output.guards if guard.create_fn_name() == "DUPLICATE_INPUT"]
+    return any(g.originating_source in way or g.create_fn.keywords.get("source_b") in way for g in twice)
+
+
 def _source_of(placeholder: fx.Node) -> Source | None:
     return getattr(placeholder.meta.get("grapharg"), "source", None)
 
@@ -434,6 +452,13 @@ def _can_move(guard: Guard) -> bool:
     if isinstance(create, functools.partial):
         return not create.args and all(isinstance(v, (*_PLAIN, Source, tuple)) for v in create.keywords.values())
     return getattr(create, "__closure__", None) is None
+
+
+def _what(guard: Guard) -> Any:
+    """Equal for guards that say the same: Dynamo adds many a guard each time that it comes by."""
+    create = guard.create_fn
+    keywords = create.keywords.items() if isinstance(create, functools.partial) else ()
+    return guard.originating_source, guard.create_fn_name(), tuple((k, repr(v)) for k, v in keywords)
 
 
 def _moved_guard(guard: Guard, known: dict[Source, Source]) -> Guard:
