@@ -4,6 +4,7 @@ import concurrent.futures
 import inspect
 import json
 import math
+import threading
 from collections import Counter
 
 import pytest
@@ -165,6 +166,88 @@ class TestChoice:
         torch.manual_seed(7)
         at(choice(tmp_path))
         assert torch.equal(torch.rand(3), expected)
+
+
+class TestStart:
+    """Candidates run once in a thread, before anything is measured."""
+
+    def test_each_candidate_once(self, clock, tmp_path):
+        """Those that can run there, whatever becomes of one; the measurement comes after them, nothing is kept before it."""
+        kernels = Named("a"), Named("b", wrong=raises), Named("c"), Named("d", reason="not here")
+        chosen = choice(tmp_path, *kernels)
+        chosen.start({0: BOUNDS})
+        chosen.start({0: BOUNDS})
+        chosen._early.join()
+        assert [kernel.launches for kernel in kernels] == [1, 1, 1, 0]
+        assert not list(tmp_path.iterdir())
+        assert at(chosen) == "c"
+
+    def test_a_measurement_waits(self, clock, tmp_path, monkeypatch):
+        """No kernel is timed while the thread runs another one."""
+        began, go = threading.Event(), threading.Event()
+
+        def slow(out):
+            if threading.current_thread().name == "vitcg-attention":
+                began.set()
+                assert go.wait(60)
+            return out
+
+        chosen = choice(tmp_path, Named("a", wrong=slow), Named("b"))
+        chosen.start({0: BOUNDS})
+        assert began.wait(60)
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            found = other.submit(at, chosen)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                found.result(0.2)
+            assert clock.asked == 0
+            go.set()
+            assert found.result(60) == "b"
+
+    def test_nothing_for_what_is_known(self, clock, tmp_path):
+        """A choice that was kept needs no candidate."""
+        at(choice(tmp_path))
+        kernels = Named("a"), Named("b")
+        chosen = choice(tmp_path, *kernels)
+        chosen.start({0: BOUNDS})
+        assert chosen._early is None
+        assert at(chosen) == "b"
+
+    def test_no_room(self, clock, tmp_path, monkeypatch):
+        """Out of memory in the thread costs nothing."""
+
+        def full(*_):
+            raise torch.OutOfMemoryError("full")
+
+        chosen = choice(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(measured, "_inputs", full)
+            chosen.start({0: BOUNDS})
+            chosen._early.join()
+        assert at(chosen) == "b"
+
+    @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
+    def test_segments_of_the_first_call(self, tmp_path, monkeypatch):
+        """The thread gets the segments of the call that is compiled for, windows and frames, before a piece is compiled."""
+        started, kernels = [], [Named("a"), Named("b")]
+        monkeypatch.setattr(MeasuredChoice, "start", lambda self, bounds: started.append((bounds, backend._cache.compiled)))
+        monkeypatch.setattr(backend, "choose_for", lambda name, shapes: MeasuredChoice(kernels, shapes, tmp_path))
+        tower, compiled = tiny_tower("qwen2_5_vl"), backend._cache.compiled
+        assert_same(compile_tower(tower), tower, ((2, 8, 8), (1, 4, 8)))
+        ((bounds, before),) = started
+        assert sorted(bounds.values(), key=lambda b: b.segments) == [SegmentBounds(160, 3, 64), SegmentBounds(160, 10, 16)]
+        assert before == compiled
+
+    @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
+    @pytest.mark.parametrize("capture", ["lazy", "never"])
+    def test_only_where_it_is_measured(self, capture, tmp_path, monkeypatch):
+        """Without captures nothing is measured, so no candidate is compiled for it."""
+        started = []
+        monkeypatch.setattr(MeasuredChoice, "start", lambda self, bounds: started.append(bounds))
+        monkeypatch.setattr(
+            backend, "choose_for", lambda name, shapes: MeasuredChoice([Named("a"), Named("b")], shapes, tmp_path)
+        )
+        run(compile_tower(tiny_tower("qwen2_vl", depth=1), capture=capture), ((1, 4, 4),))
+        assert len(started) == (capture == "lazy")
 
 
 def last_row_unwritten(out):

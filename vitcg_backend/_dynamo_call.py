@@ -1,6 +1,6 @@
 """What Dynamo does in each call of a compiled tower: the guards that it looks at, the arguments that it gathers.
 
-Beside `_torch.py` the only module with private names of torch. Each function works inside a compile, on that compile alone.
+Private names of torch are in this module, too (see `_torch.py`). Each function works inside a compile, on that compile alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every private name of torch that this package uses, here and in `_dynamo_call.py`, checked against torch 2.11, 2.13 and 2.14.
+"""Every private name of torch that this package uses, here, in `_dynamo_call.py` and in `_dynamo_blocks.py`.
 
 Nothing else imports an underscored module of torch. A function here says which file it leans on, so that what a new torch
-changes is mended in one place. 2.11 and 2.13 have run the tests; 2.14 was read.
+changes is mended in one place. 2.11 and 2.13 have run the tests; 2.14 was read, but for `_dynamo_blocks.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch._dynamo import exc
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -62,6 +63,7 @@ __all__ = [
     "end_failed_capture",
     "failed_compiles",
     "fresh_size",
+    "generate_code",
     "graph_break",
     "graphs_left",
     "has_global_hooks",
@@ -75,6 +77,7 @@ __all__ = [
     "keep_graphs",
     "known_value",
     "layout_check",
+    "lazy_module",
     "leaves_traces",
     "mark_batch",
     "mark_padded_images",
@@ -596,6 +599,19 @@ def known_value(fake: Tensor) -> Any:
 
 
 # --- AOTAutograd and Inductor ---------------------------------------------------------------------------------------
+
+
+def lazy_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module that makes its code when it is first called, not after each pass: that of a tower is 1500 lines.
+
+    Source: `_LazyGraphModule` (torch/fx/_lazy_graph_module.py), as Inductor uses it.
+    """
+    return _LazyGraphModule(root, graph)
+
+
+def generate_code(gm: fx.GraphModule) -> None:
+    """Make the code of a lazy module now: its own first call goes by way of ``__call__``, which prints beside errors."""
+    _LazyGraphModule.force_recompile(gm)
 
 
 class _Traced(Exception):

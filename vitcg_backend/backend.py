@@ -19,15 +19,17 @@ import torch
 from torch import Tensor, fx
 
 from . import _dynamo_call, _torch, batching, lowering
-from .attention import choose_for
+from .attention import KernelChoice, choose_for
+from .attention.measured import MeasuredChoice
 from .counters import CallRecord, Stats, combine
 from .crops import CROPS
 from .debug import Dump
+from .early_start import start_attention
 from .errors import Refused, VitcgError
 from .marking import refuse_in_backend, steps_taken
 from .options import Options
 from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
-from .passes import Ineligible, PieceCache, compile_body, give_tokens
+from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
 from .passes.take_out_crops import Crops, take_out_crops
 from .runtime import CompiledTower
@@ -84,12 +86,21 @@ def vitcg(
     if refused is not None:
         return _ordinary(gm, example_inputs, parsed, counters, *refused)
     compiled = _cache.compiled
+    choice: KernelChoice | None = None
+
+    def begun(body: CompiledBody) -> None:
+        nonlocal choice
+        calls = body.program.attention
+        choice = choose_for(parsed.attention, calls) if calls else None
+        if isinstance(choice, MeasuredChoice) and parsed.capture != "never":
+            start_attention(choice, body, given)
+
     plain, operators = _copy(without_grad_modes(quiet)), _copy(gm)
     try:
         crops, _ = take_out_crops(plain), take_out_crops(operators)
         given = example_inputs if crops is None else crops(example_inputs)
         with torch.inference_mode(False):
-            body = compile_body(plain, given, options=parsed, cache=_cache, dump=dump)
+            body = compile_body(plain, given, options=parsed, cache=_cache, dump=dump, begun=begun)
     except Ineligible as error:
         batching.refuse_batch(error.reason, error.detail)
         _refuse_unproved_form(gm, error.reason, error.detail)
@@ -110,8 +121,7 @@ def vitcg(
             raise Refused(body.refusal.reason, body.refusal.detail)
     batching.note_size()
     give_tokens(operators)
-    calls = body.program.attention
-    choice = choose_for(parsed.attention, calls) if calls else None
+    _torch.generate_code(operators)
     tower = CompiledTower(body, choice, parsed, counters, operators, given)
     tower.leave_out_parameters()
     return _served_by(tower, in_inference_mode=quiet is not gm and enters_inference_mode(gm), crops=crops)
@@ -155,7 +165,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
-    return fx.GraphModule(gm, graph)
+    return _torch.lazy_module(gm, graph)
 
 
 def _all_live() -> list[Any]:
@@ -189,6 +199,7 @@ def _ordinary(
     log.info("vitcg takes the ordinary path [%s]: %s", reason, detail)
     gm = _copy(gm)
     give_tokens(gm)
+    _torch.generate_code(gm)
     counters.refusals[reason] = detail
     if options.strict:
         raise Refused(reason, detail)

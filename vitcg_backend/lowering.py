@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from . import _torch
+from ._dynamo_blocks import copy_equal_blocks
 from .attention import op as _attention_op  # noqa: F401  registers vitcg::varlen_attention
 from .crops import image_boundaries, image_positions
 from .image_lowering import has_batch, make_check
@@ -196,7 +197,10 @@ def _active() -> bool:
     if install():  # a modelling file imported since: its own functions were looked up before they were lowered
         trace.speculation_log.clear()
         raise _torch.TraceRestart("vitcg: new functions are lowered")
-    return not is_refused(trace)
+    if is_refused(trace):
+        return False
+    copy_equal_blocks(trace)
+    return True
 
 
 @torch._dynamo.assume_constant_result

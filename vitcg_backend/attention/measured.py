@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,50 @@ class MeasuredChoice:
         self._chosen: dict[str, str] = {}
         self._usable: list[VarlenKernel] | None = None
         self._served: dict[tuple[int, SegmentBounds], VarlenKernel] = {}  # what has been found for exact bounds
+        self._early: threading.Thread | None = None
+
+    def start(self, bounds: Mapping[int, SegmentBounds]) -> None:
+        """Let a thread run each candidate once on such segments, while the caller has other things to compile.
+
+        A kernel takes seconds to compile, most of them in C++ and in other processes; `at` waits for the thread before it
+        measures. Nothing for what is known. What fails here is met again by whoever runs that kernel.
+
+        Args:
+            bounds: index of a cu_seqlens -> exact bounds of the layout that will come first.
+        """
+        unknown = {index: each for index, each in bounds.items() if each.rows and self._known(index, each) is None}
+        if unknown and self._early is None:
+            self._early = threading.Thread(target=self._run_once, args=(unknown,), name="vitcg-attention", daemon=True)
+            self._early.start()
+
+    def _run_once(self, bounds: Mapping[int, SegmentBounds]) -> None:
+        try:
+            usable = self._find_usable()
+            device = self.shapes[next(iter(bounds))][0].device
+            with torch.inference_mode(False), torch.no_grad(), _on(device):
+                for index, exact in bounds.items():
+                    for shape in self.shapes[index] if len(usable) > 1 else ():
+                        q, k, v = _inputs(shape, exact.rows)
+                        for kernel in usable:
+                            with contextlib.suppress(Exception):
+                                _prepared(kernel, q, k, v, even_segments(exact), tiered(exact, kernel), shape.head_dim**-0.5)()
+        except Exception as error:  # out of memory, say
+            _torch.log.info("attention kernels were not run early: %s: %s", type(error).__name__, error)
+
+    def _find_usable(self) -> list[VarlenKernel]:
+        if self._usable is None:  # asked for where they are needed and not before: it imports packages
+            self._usable = [kernel for kernel in self.kernels.values() if self._can_serve(kernel)]
+        return self._usable
+
+    def _known(self, segments: int, bounds: SegmentBounds) -> VarlenKernel | None:
+        """The kernel that was chosen for such bounds, in this process or before."""
+        shapes = self.shapes[segments]
+        if self._kept is None:
+            kept = KeptChoices(environment(shapes[0].device), self._folder)
+            self._chosen = {key: name for key, name in kept.read().items() if name in self.kernels}
+            self._kept = kept
+        name = self._chosen.get(size_class(shapes, bounds))
+        return self.kernels[name] if name is not None and self._can_serve(self.kernels[name]) else None
 
     @property
     def capturable(self) -> bool:
@@ -89,20 +134,17 @@ class MeasuredChoice:
         """The kernel of a size class, and whether it is that from now on."""
         shapes = self.shapes[segments]
         device = shapes[0].device
-        if self._kept is None:
-            self._kept = KeptChoices(environment(device), self._folder)
-            known = self._kept.read()
-            self._chosen = {key: name for key, name in known.items() if name in self.kernels}
-        key = size_class(shapes, bounds)
-        if key in self._chosen and self._can_serve(self.kernels[self._chosen[key]]):
-            return self.kernels[self._chosen[key]], True
+        known = self._known(segments, bounds)
+        if known is not None:
+            return known, True
         if not measure or bounds.rows == 0 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return self.default, False
-        if self._usable is None:  # asked for here and not before: it imports packages
-            self._usable = [kernel for kernel in self.kernels.values() if self._can_serve(kernel)]
-        times = self._measured(shapes, bounds) if len(self._usable) > 1 else {}
+        if self._early is not None:
+            self._early.join()
+        key = size_class(shapes, bounds)
+        times = self._measured(shapes, bounds) if len(self._find_usable()) > 1 else {}
         self._chosen[key] = self._fastest(times)
-        if times:
+        if times and self._kept is not None:
             _torch.log.info("attention of %s: %s, of %s", key, self._chosen[key], times)
             self._kept.add(key, self._chosen[key], times)
         return self.kernels[self._chosen[key]], True
@@ -126,8 +168,7 @@ class MeasuredChoice:
 
     def _measured(self, shapes: Sequence[AttentionShape], bounds: SegmentBounds) -> dict[str, float]:
         """Seconds of each usable kernel whose results are right; nothing where the device has no room for that."""
-        assert self._usable is not None  # `at` has asked
-        total: dict[str, float] = {kernel.name: 0.0 for kernel in self._usable}
+        total: dict[str, float] = {kernel.name: 0.0 for kernel in self._find_usable()}
         try:
             with torch.inference_mode(False), torch.no_grad(), _on(shapes[0].device):
                 for shape in shapes:

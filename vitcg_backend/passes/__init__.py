@@ -151,9 +151,23 @@ def _all_true(expressions: list[tuple[sympy.Symbol, list[sympy.Basic]]], n: int,
 
 
 def compile_body(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Options, cache: PieceCache, dump: Dump
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options,
+    cache: PieceCache,
+    dump: Dump,
+    begun: Callable[[CompiledBody], None] = lambda body: None,
 ) -> CompiledBody:
     """Run the pipeline on a Dynamo graph and the inputs of its first call.
+
+    Args:
+        gm: the graph, which is changed.
+        example_inputs: see above.
+        options: the user's.
+        cache: of pieces.
+        dump: where graphs are shown.
+        begun: called with the body as soon as it is taken apart, before its pieces are compiled.
 
     Raises:
         Ineligible: the graph cannot be taken apart at all; it then runs as an ordinary compiled graph.
@@ -171,6 +185,7 @@ def compile_body(
     program = split_at_attention(hoisted)
     functions, gathers, limits, decisions, products = [], set(), [], [], []
     refusal = prove_prologue(hoisted)
+    begun(CompiledBody(hoisted, on_host, program, tail, [], [], refusal, [], checks=checks))
     for number, piece in enumerate(program.pieces):
         dump(f"piece{number}_used_{piece.uses}_times", piece.gm)
         compiled = _compile_piece(piece, program, number, options=options, cache=cache, dump=dump)
