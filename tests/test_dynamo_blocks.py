@@ -190,7 +190,11 @@ def test_blocks_that_look_themselves_up(copied: list[nn.Module], monkeypatch: py
     table = {block: index + 1.0 for index, block in enumerate(tower.blocks)}
     cls, forward = type(tower.blocks[0]), type(tower.blocks[0]).forward
     monkeypatch.setattr(cls, "forward", lambda self, h, **kwargs: forward(self, h, **kwargs) * table[self])
-    assert_same(compile_tower(tower), tower, IMAGE)
+    pixels, grid = testing.make_inputs(tower, IMAGE)
+    with torch.no_grad():
+        results = [testing.flatten(one(pixels, grid_thw=grid)) for one in (compile_tower(tower), tower)]
+    for ours, eagers in zip(*results, strict=True):  # no copy of the tower for the error budget: it would not be in the table
+        torch.testing.assert_close(ours, eagers, rtol=1e-3, atol=1e-3)
     assert not set(copied) & {*tower.blocks}
 
 

@@ -580,9 +580,10 @@ class CompiledTower:
     def _measure(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
         """Times of a bucket, once; the results of the last of its replays."""
         bucket = self.stats.buckets[part.bucket.tokens]
+        results: list[Any] = []
 
-        def serve() -> list[Any]:
-            return self._serve(capture, args, part, values, borrow)
+        def serve() -> None:
+            results[:] = self._serve(capture, args, part, values, borrow)
 
         def copy() -> None:
             capture.write(args, values, part.rows)
@@ -597,7 +598,7 @@ class CompiledTower:
             log.info("the uncaptured pieces were not measured at %d rows: %s", part.rows, error)
             bucket.uncaptured_s, (bucket.replay_s, bucket.copy_s) = math.inf, self._time(serve, copy)
         self.planner.learn(part, bucket.replay_s, bucket.uncaptured_s)
-        return serve()
+        return results
 
     def _uncaptured_s(self, args: Sequence[Any], layout: Layout | None, rows: int) -> float:
         """Seconds of the uncaptured pieces; infinite where they fail."""
