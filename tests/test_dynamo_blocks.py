@@ -14,7 +14,7 @@ from common import DEVICE, IMAGE, MIXED, assert_same, compile_tower, stats, tiny
 from torch import Tensor, nn
 from torch._guards import Source, TracingContext
 
-from vitcg_backend import _dynamo_blocks, _dynamo_call, _torch, lowering
+from vitcg_backend import _dynamo_blocks, _dynamo_call, _torch, lowering, testing
 from vitcg_backend.testing import make_inputs
 from vitcg_backend.testing.image_families import image_families
 
