@@ -198,6 +198,26 @@ def test_blocks_that_look_themselves_up(copied: list[nn.Module], monkeypatch: py
     assert not set(copied) & {*tower.blocks}
 
 
+@pytest.mark.parametrize("where", ["_Given.of", "_Noted.of", "_Noted.fits", "_Noted.copy", "_results"])
+def test_a_dynamo_that_is_not_known(where: str, traced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails of a copy, each block is traced, and nothing of the copy stays in the graph."""
+    torch._dynamo.reset()
+    owner, _, name = where.rpartition(".")
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AttributeError("this attribute has another name")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(_dynamo_blocks, owner) if owner else _dynamo_blocks, name, fail)
+        tower = tiny_tower("qwen3_vl", depth=5)
+        assert_same(compile_tower(tower), tower, IMAGE)
+    torch._dynamo.reset()
+    monkeypatch.setattr(lowering, "copy_equal_blocks", lambda trace: None)
+    again = tiny_tower("qwen3_vl", depth=5)
+    assert_same(compile_tower(again), again, IMAGE)
+    assert traced[0] == traced[1]
+
+
 class _Holder(nn.Module):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()

@@ -62,6 +62,7 @@ class _Met(dict[Any, Any]):
         super().__init__(known)
         self.seen: set[type] = set()  # classes of blocks that were called before
         self.noted: dict[type, list[_Noted]] = {}
+        self.failed = False  # and from then on everything is traced
 
     def __setitem__(self, source: Any, variable: Any) -> None:
         block, plain = _block_class()
@@ -89,26 +90,42 @@ def _block_class() -> tuple[type, type]:
 def _called(block: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any], trace: Callable[[], Any]) -> Any:
     """The result of a call of `block`: copied, or that of `trace`."""
     met = tx.output.variable_tracker_cache
+    if not isinstance(met, _Met) or met.failed:
+        return trace()
     cls = type(block.value)
-    ready = isinstance(met, _Met) and cls in met.seen and not _is_known_otherwise(tx, block)
-    given = _Given.of(tx, args, kwargs) if ready else None
+    known = cls in met.seen
+    met.seen.add(cls)
+    given = _tried(met, lambda: None if _is_known_otherwise(tx, block) else _Given.of(tx, args, kwargs)) if known else None
     if given is None:
-        if isinstance(met, _Met):
-            met.seen.add(cls)
         return trace()
     noted = met.noted.setdefault(cls, [])
-    for one in noted:
-        if one.fits(block, given):
-            return one.copy(tx, block, given)
-    if len(noted) == _MOST_NOTED:
+    one = _tried(met, lambda: next((one for one in noted if one.fits(block, given)), None))
+    copy = None if one is None else _tried(met, lambda: one.copy(tx, block, given))
+    if copy is not None:
+        return copy
+    if len(noted) == _MOST_NOTED or met.failed:
         return trace()
     nodes, guards = set(tx.output.graph.nodes), set(map(_what, tx.output.guards))
     result = trace()
     added = [node for node in tx.output.graph.nodes if node not in nodes]
-    new = _Noted.of(tx, block, given, result, added, [guard for guard in tx.output.guards if _what(guard) not in guards])
+    more = [guard for guard in tx.output.guards if _what(guard) not in guards]
+    new = _tried(met, lambda: _Noted.of(tx, block, given, result, added, more))
     if new is not None:
         noted.append(new)
     return result
+
+
+def _tried(met: _Met, work: Callable[[], Any]) -> Any:
+    """What `work` gives; None where it fails: a Dynamo that these lines do not know is no reason not to trace."""
+    try:
+        return work()
+    except torch._dynamo.exc.TorchDynamoException:  # its own way of going on
+        raise
+    except Exception as error:
+        met.failed = True
+        log.warning("vitcg traces each block by itself, which takes longer: %s: %s", type(error).__name__, error)
+        log.debug("where copying a block failed", exc_info=True)
+        return None
 
 
 # --- what a call is given -------------------------------------------------------------------------------------------
@@ -353,13 +370,22 @@ class _Noted:
         for node, source in zip(self.inputs, sources, strict=True):
             own = _moved(source, moved)  # type: ignore[arg-type]  # `of` has seen that there is one
             copies[node] = VariableBuilder(tx, own)(_value_of(own, tx)).as_proxy().node
-        for node in self.nodes:
-            copies[node] = output.graph.node_copy(node, lambda n: copies.get(n, n))
-        if isinstance(self.result, fx.Node):
-            return _result(tx, copies[self.result])
-        from torch._dynamo.variables import TupleVariable
+        try:
+            for node in self.nodes:
+                copies[node] = output.graph.node_copy(node, lambda n: copies.get(n, n))
+            return _results(tx, self.result, copies)
+        except BaseException:  # the trace that comes instead begins where this one did
+            for node in reversed([copies[node] for node in self.nodes if node in copies]):
+                output.graph.erase_node(node)
+            raise
 
-        return TupleVariable([_result(tx, copies[node]) for node in self.result])
+
+def _results(tx: Any, nodes: Any, copies: dict[fx.Node, fx.Node]) -> Any:
+    if isinstance(nodes, fx.Node):
+        return _result(tx, copies[nodes])
+    from torch._dynamo.variables import TupleVariable
+
+    return TupleVariable([_result(tx, copies[node]) for node in nodes])
 
 
 def _result(tx: Any, node: fx.Node) -> Any:
