@@ -61,23 +61,29 @@ def table(path: Path, rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def streams(path: Path) -> str:
-    """Markdown: one row a stream; mean and 99th percentile of a call in ms, and ours against each."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    latency = {(r["case"], r["variant"]): r for r in rows if r["metric"] == "latency"}
+def streams(paths: Sequence[Path]) -> str:
+    """Markdown: one row a stream, of the last file that has it; mean and 99th percentile of a call, and ours against each."""
+    latency: dict[tuple[str, str], dict[str, Any]] = {}
+    sources: dict[str, str] = {}
+    for path in paths:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+        found = {(r["case"], r["variant"]): r for r in rows if r["metric"] == "latency"}
+        cases = {case for case, _ in found}
+        latency = {key: row for key, row in latency.items() if key[0] not in cases} | found
+        sources |= dict.fromkeys(cases, _source(path, rows[0]))
     variants = [(v, head) for v, head in STREAMS.items() if any(v == variant for _, variant in latency)]
     lines = [f"| stream | calls | {' | '.join(head for _, head in variants)} |", "|---" * (2 + len(variants)) + "|"]
-    for case in dict.fromkeys(case for case, _ in latency):
-        ours = latency.get((case, "vitcg_call"))
-        if ours is None:
-            continue
+    timed = [case for case in dict.fromkeys(case for case, _ in latency) if (case, "vitcg_call") in latency]
+    for case in timed:
+        ours = latency[case, "vitcg_call"]
         cells = [case, str(ours["n"])]
         for variant, _ in variants:
             row = latency.get((case, variant))
             against = "" if row is ours or row is None else f", {row['mean'] / ours['mean']:.2f}x"
             cells.append("" if row is None else f"{row['mean']:.1f} / {row['p99']:.1f}{against}")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _source(path, rows[0])])
+    texts = dict.fromkeys(sources[case] for case in timed)
+    return "\n".join([*lines, "", *(f"{', '.join(c for c in timed if sources[c] == text)}: {text}" for text in texts)])
 
 
 def _source(path: Path, row: dict[str, Any]) -> str:
@@ -93,7 +99,8 @@ def main() -> int:
     paths = [Path(name) for name in sys.argv[1:]]
     of_streams = [path for path in paths if '"pow2_greedy"' in path.read_text()]
     of_calls = [path for path in paths if path not in of_streams]
-    for name, text in [("streams", streams(path)) for path in of_streams] + [("results", tables(of_calls))] * bool(of_calls):
+    texts = [("streams", streams(of_streams))] * bool(of_streams) + [("results", tables(of_calls))] * bool(of_calls)
+    for name, text in texts:
         pattern = re.compile(rf"(<!-- {name}:begin.*?-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
         readme = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", readme)  # type: ignore[misc]
     README.write_text(readme)
