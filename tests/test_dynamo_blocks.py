@@ -13,12 +13,19 @@ import torch
 from common import DEVICE, IMAGE, MIXED, assert_same, compile_tower, stats, tiny_tower
 from torch import Tensor, nn
 from torch._guards import Source, TracingContext
+from transformers.utils import import_utils
 
 from vitcg_backend import _dynamo_blocks, _dynamo_call, _torch, lowering, testing
 from vitcg_backend.testing import make_inputs
 from vitcg_backend.testing.image_families import image_families
 
 IMAGES = {family.name: family for family in image_families()}
+
+
+@pytest.fixture(autouse=True)
+def _code_of_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of these tests are copied, too, so that each condition is tested."""
+    monkeypatch.setattr(_dynamo_blocks, "_LIBRARIES", (*_dynamo_blocks._LIBRARIES, __name__))
 
 
 @pytest.fixture
@@ -190,7 +197,7 @@ def test_blocks_that_look_themselves_up(copied: list[nn.Module], monkeypatch: py
     table = {block: index + 1.0 for index, block in enumerate(tower.blocks)}
     cls, forward = type(tower.blocks[0]), type(tower.blocks[0]).forward
     monkeypatch.setattr(cls, "forward", lambda self, h, **kwargs: forward(self, h, **kwargs) * table[self])
-    pixels, grid = testing.make_inputs(tower, IMAGE)
+    pixels, grid = make_inputs(tower, IMAGE)
     with torch.no_grad():
         results = [testing.flatten(one(pixels, grid_thw=grid)) for one in (compile_tower(tower), tower)]
     for ours, eagers in zip(*results, strict=True):  # no copy of the tower for the error budget: it would not be in the table
@@ -216,6 +223,110 @@ def test_a_dynamo_that_is_not_known(where: str, traced: list[Any], monkeypatch: 
     again = tiny_tower("qwen3_vl", depth=5)
     assert_same(compile_tower(again), again, IMAGE)
     assert traced[0] == traced[1]
+
+
+class _Shared:
+    """What all blocks hold."""
+
+    marks, seen, special = False, (), ()
+
+
+class _Block(nn.Module):
+    """A layer that multiplies by what `factor` reads."""
+
+    def __init__(self, shared: Any, first: bool, factor: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        nn.init.normal_(self.norm.weight)
+        self.shared, self.first, self.scale, self._factor = shared, first, 0.5, factor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        number = self._factor(self, hidden)
+        out = hidden + number * self.linear(self.norm(hidden))
+        if self.shared.marks:
+            out.number = number + 1
+        return out
+
+
+class _Layers(nn.Module):
+    """Six of them behind a patch convolution; the call of transformers is how this backend hears of the trace."""
+
+    def __init__(self, factor: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.shared = _Shared()
+        self.blocks = nn.ModuleList(_Block(self.shared, i == 0, factor) for i in range(6))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        import_utils.is_torchdynamo_compiling()
+        hidden = self.patch(pixel_values).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def _check_layers(tower: nn.Module, compiled: nn.Module) -> None:
+    for images in (3, 2):
+        pixels = torch.randn(images, 3, 8, 8, device=DEVICE)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(pixels), tower(pixels), rtol=1e-3, atol=1e-3)
+
+
+def _count(block: Any, hidden: Tensor) -> int:
+    if block.first:
+        block.shared.seen = []
+    block.shared.seen.append(1)
+    return len(block.shared.seen)
+
+
+def _mark(tower: Any) -> None:
+    tower.shared.marks = True
+
+
+def _tie(name: str, one: int, other: int) -> Callable[[Any], None]:
+    return lambda tower: setattr(tower.blocks[other].norm, name, getattr(tower.blocks[one].norm, name))
+
+
+@pytest.mark.parametrize(
+    ("factor", "change"),
+    [
+        (_count, lambda tower: None),
+        (lambda block, hidden: getattr(hidden, "number", 1), _mark),
+        (lambda block, hidden: 3 if id(block) == block.shared.special[0] else 1, "id"),
+        (lambda block, hidden: 3 if block.norm.weight is block.shared.special[0] else 1, "weight"),
+        (lambda block, hidden: 1, _tie("weight", 0, 1)),
+        (lambda block, hidden: 1, lambda tower: setattr(tower.blocks[1], "norm", tower.blocks[0].norm)),
+    ],
+    ids=["a new list", "attribute of a tensor", "id", "weight looked up", "weight of the first", "module of the first"],
+)
+def test_what_tells_blocks_apart(factor: Callable[[Any, Tensor], Any], change: Any) -> None:
+    """Eager's results where a block is equal to another one, and what it shares or meets is not."""
+    tower = _Layers(factor).to(DEVICE)
+    if isinstance(change, str):
+        block = tower.blocks[3]
+        tower.shared.special = [id(block) if change == "id" else block.norm.weight]
+    else:
+        change(tower)
+    _check_layers(tower, compile_tower(tower))
+
+
+def test_code_of_others_is_traced(copied: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are no modelling file's may tell one another apart in ways that nobody has thought of."""
+    monkeypatch.setattr(_dynamo_blocks, "_LIBRARIES", ("transformers.",))
+    tower = _Layers(lambda block, hidden: 1).to(DEVICE)
+    _check_layers(tower, compile_tower(tower))
+    assert not copied
+
+
+def test_numbers_that_have_changed(copied: list[nn.Module]) -> None:
+    """A number that is another in a later call is an input of Dynamo's from then on, and no constant of a block."""
+    tower = _Layers(lambda block, hidden: block.scale).to(DEVICE)
+    compiled = compile_tower(tower)
+    for scale in (0.5, 0.7, 0.9):
+        for block in tower.blocks:
+            block.scale = scale
+        _check_layers(tower, compiled)
+    assert copied
 
 
 class _Holder(nn.Module):

@@ -175,6 +175,19 @@ def test_many_image_sizes_are_bounded() -> None:
     assert "the last of the 3 graphs" in seen.refusals["image_sizes"]
 
 
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_a_size_that_has_buckets_in_the_last_graph() -> None:
+    """Where the graphs are for towers of other attributes, the last one takes their size, too."""
+    tower, images = layers()
+    compiled = compile_tower(tower)
+    for padding in (0, 1, 2, 1):
+        tower.conv.padding = (padding, padding)
+        assert_same(compiled, tower, images(3))
+    seen = vitcg_backend.stats(tower)
+    assert (seen.graphs, seen.calls, seen.hits) == (3, 4, 3), seen.fallbacks
+    assert seen.fallbacks == {"image_sizes": 1}
+
+
 def test_no_image() -> None:
     """An empty batch gives what eager gives, also between others."""
     tower, images = layers()

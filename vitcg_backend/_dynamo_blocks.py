@@ -7,7 +7,8 @@
     any further           ─▶ same arguments, an equal block?  ─▶ nodes and guards once more, of its own parameters
                           └▶ anything else                    ─▶ traced
 
-What is copied is what the trace would be: the graph and the guards are those that Dynamo makes by itself. A trace depends on
+What is copied is what the trace would be: the graph and the guards are those that Dynamo makes by itself. Only blocks of
+transformers' modelling files are copied; others are traced. A trace depends on
 what it is given, on the objects that it reads, and on what was changed before. So a block is copied only where
 
 - its arguments are the same constants and tensors, or tensors of equal type, sizes and strides (`_Given`);
@@ -26,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,10 @@ from ._torch import ambient_state, log
 
 __all__ = ["copy_equal_blocks"]
 
+_LIBRARIES: tuple[str, ...] = ("transformers.",)
 _MOST_NOTED = 4  # of one class: towers have one or two kinds of blocks
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
+_LOOKED_INTO = (torch.nn.Module, Tensor, functools.partial, dict, list, tuple, set, frozenset)  # equal, though others
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -67,13 +70,23 @@ class _Met(dict[Any, Any]):
     def __setitem__(self, source: Any, variable: Any) -> None:
         block, plain = _block_class()
         in_list = str(getattr(source, "index", "")).isdecimal() and getattr(source.base, "member", "") == "_modules"
-        if in_list and type(variable) is plain:
+        if in_list and type(variable) is plain and _is_library_code(type(variable.value)):
             variable.__class__ = block
         super().__setitem__(source, variable)
 
 
+def _is_library_code(cls: type) -> bool:
+    """Whether a block is a modelling file's: those know no way to tell blocks apart that is not compared here."""
+    code = getattr(cls, "forward", None)
+    while code is not None:  # a decorator's function, and what it decorates
+        if not str(getattr(code, "__globals__", {}).get("__name__")).startswith(_LIBRARIES):
+            return False
+        code = getattr(code, "__wrapped__", None)
+    return True
+
+
 @functools.cache
-def _block_class() -> tuple[type, type]:
+def _block_class() -> tuple[Any, Any]:
     """(the class of blocks, what it derives from): made when it is first needed, for it imports most of Dynamo."""
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
@@ -98,8 +111,8 @@ def _called(block: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any], tr
     given = _tried(met, lambda: None if _is_known_otherwise(tx, block) else _Given.of(tx, args, kwargs)) if known else None
     if given is None:
         return trace()
-    noted = met.noted.setdefault(cls, [])
-    one = _tried(met, lambda: next((one for one in noted if one.fits(block, given)), None))
+    noted, met_before = met.noted.setdefault(cls, []), _tried(met, lambda: _known(tx, block.value))
+    one = _tried(met, lambda: next((one for one in noted if one.fits(block, given, met_before)), None))
     copy = None if one is None else _tried(met, lambda: one.copy(tx, block, given))
     if copy is not None:
         return copy
@@ -109,7 +122,7 @@ def _called(block: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any], tr
     result = trace()
     added = [node for node in tx.output.graph.nodes if node not in nodes]
     more = [guard for guard in tx.output.guards if _what(guard) not in guards]
-    new = _tried(met, lambda: _Noted.of(tx, block, given, result, added, more))
+    new = _tried(met, lambda: _Noted.of(tx, block, given, met_before, result, added, more))
     if new is not None:
         noted.append(new)
     return result
@@ -126,6 +139,28 @@ def _tried(met: _Met, work: Callable[[], Any]) -> Any:
         log.warning("vitcg traces each block by itself, which takes longer: %s: %s", type(error).__name__, error)
         log.debug("where copying a block failed", exc_info=True)
         return None
+
+
+def _known(tx: Any, module: torch.nn.Module) -> list[tuple[int, int]]:
+    """(place, id) of what a block holds that the trace has met before the block: what other blocks have, too.
+
+    Dynamo finds such an object where it has met it first, and a comparison with it tells blocks apart.
+    """
+    return [(place, id(value)) for place, value in enumerate(_held(module, set())) if value in tx.output.side_effects]
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[Any]:
+    """All beneath a block that `_Equal` looks into."""
+    items: Iterable[Any] = value if isinstance(value, (list, tuple)) else ()
+    if isinstance(value, (torch.nn.Module, dict)):
+        items = (value if isinstance(value, dict) else vars(value)).values()
+    elif isinstance(value, functools.partial):
+        items = (value.args, value.keywords)
+    for item in items:
+        if isinstance(item, _LOOKED_INTO) and id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            yield from _held(item, seen)
 
 
 # --- what a call is given -------------------------------------------------------------------------------------------
@@ -161,13 +196,13 @@ class _Given:
             return None
         given = cls(None, [], [], _modes(), _changes(tx.output))
         try:
-            given.shape = [given._key(arg) for arg in args], [(name, given._key(arg)) for name, arg in kwargs.items()]
+            given.shape = [given._key(tx, arg) for arg in args], [(name, given._key(tx, arg)) for name, arg in kwargs.items()]
         except _Unknown as error:
             log.debug("a block is traced: its argument is %s", error)
             return None
         return given if given.changes is not None else None
 
-    def _key(self, variable: Any) -> Any:
+    def _key(self, tx: Any, variable: Any) -> Any:
         """Equal for what a trace cannot tell apart, but for the tensors themselves."""
         from torch._dynamo.variables import (
             ConstantVariable,
@@ -181,7 +216,7 @@ class _Given:
             if not variable.is_realized():
                 return "not looked at", variable.source
             variable = variable.realize()
-        if type(variable) is TensorVariable:
+        if type(variable) is TensorVariable and not tx.output.side_effects.has_pending_mutation(variable):
             node = variable.as_proxy().node
             if node not in self.tensors:
                 self.tensors.append(node)
@@ -193,7 +228,7 @@ class _Given:
         if type(variable) is ConstantVariable:
             return "constant", type(variable.value), repr(variable.value), variable.value
         if type(variable) is TupleVariable:
-            return "tuple", tuple(map(self._key, variable.items))
+            return "tuple", tuple(self._key(tx, item) for item in variable.items)
         raise _Unknown(type(variable).__name__)
 
 
@@ -202,25 +237,27 @@ def _modes() -> Any:
 
 
 def _changes(output: Any) -> Any:
-    """What the trace has changed so far that was there before it; None where one of its values is more than a constant.
+    """What the trace has changed so far that was there before it; None where one of its values is more than plain values.
 
+    Lists and dictionaries of plain values are noted with what is in them: one that the trace has made may change, too.
     Source: `SideEffects` (torch/_dynamo/side_effects.py).
     """
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
     effects = output.side_effects
     found: list[Any] = [len(output.random_calls), len(effects.tensor_hooks)]
-    for variable in effects.id_to_variable.values():
-        if isinstance(variable.mutation_type, ValueMutationExisting) and effects.is_modified(variable):
-            items = getattr(variable, "items", None)
-            if not isinstance(items, (dict, list)):
-                return None
-            found.append((id(variable), *(map(id, [*items, *items.values()] if isinstance(items, dict) else items))))
+    changed = [
+        (variable, "", variable)
+        for variable in effects.id_to_variable.values()
+        if isinstance(variable.mutation_type, ValueMutationExisting) and effects.is_modified(variable)
+    ]
     for variable, written in effects.store_attr_mutations.items():
         if isinstance(variable.mutation_type, AttributeMutationExisting):
-            if not all(value.is_python_constant() for value in written.values()):
-                return None
-            found += [(id(variable), name, id(value)) for name, value in written.items()]
+            changed += [(variable, name, value) for name, value in written.items()]
+    for variable, name, value in changed:
+        if not value.is_python_constant():
+            return None
+        found.append((id(variable), name, repr(value.as_python_constant())))
     return found
 
 
@@ -298,6 +335,7 @@ class _Noted:
         module: the block.
         source: where Dynamo found it, which all that is its own is reached through.
         given: what it was given.
+        known: see `_known`.
         inputs: placeholders for its own parameters.
         nodes: of the call.
         guards: on what is its own.
@@ -308,6 +346,7 @@ class _Noted:
     module: Any
     source: Source
     given: _Given
+    known: list[tuple[int, int]]
     inputs: list[fx.Node]
     nodes: list[fx.Node]
     guards: list[Guard]
@@ -315,7 +354,16 @@ class _Noted:
     result: Any
 
     @classmethod
-    def of(cls, tx: Any, block: Any, given: _Given, result: Any, new: list[fx.Node], new_guards: list[Guard]) -> _Noted | None:
+    def of(
+        cls,
+        tx: Any,
+        block: Any,
+        given: _Given,
+        known: list[tuple[int, int]],
+        result: Any,
+        new: list[fx.Node],
+        new_guards: list[Guard],
+    ) -> _Noted | None:
         """Note a call that was just traced, which has added nodes and guards; None where it cannot be copied."""
         same = (_modes(), _changes(tx.output)) == (given.modes, given.changes)
         why = None if same else "it changes what was there before"
@@ -326,29 +374,38 @@ class _Noted:
         nodes = [node for node in new if node.op != "placeholder"]
         used = {node for n in nodes for node in n.all_input_nodes} | set(new)
         inputs = [node for node in used if node.op == "placeholder" and _is_within(_source_of(node), source)]
-        known = {*new, *given.tensors, *given.sizes}
+        if not all(_names_a_tensor(_source_of(node), tx) for node in inputs):
+            why = "a number of its own may be another in the next call"
+        reached = {*new, *given.tensors, *given.sizes}
         for node in nodes:
             if node.op not in ("call_function", "call_method") or _changes_metadata(node) or "unbacked_bindings" in node.meta:
                 why = f"of its operation {node.format_node()}"
-        for node in used - known:
+        for node in used - reached:
             if node.op != "placeholder" and not isinstance(node.meta.get("example_value"), torch.SymInt):
                 why = f"it reads {node.format_node()}"
-        returned = _returned(result, set(nodes), given.tensors)
+        returned = _returned(tx, result, set(nodes), given.tensors)
         guards = [guard for guard in tx.output.guards if _is_within(guard.originating_source, source)]
         if returned is None:
             why = "of what it returns"
         elif not all(map(_can_move, guards)):
             why = "of its guards"
+        elif any(
+            g.create_fn_name() == "ID_MATCH" and isinstance(_value_of(g.originating_source, tx), _LOOKED_INTO) for g in guards
+        ):
+            why = "it reads its own id"
         if why is not None:
             log.debug("calls of %s are not copied: %s", type(block.value).__name__, why)
             return None
         ordered = [one for one in tx.output.guard_on_key_order if _is_within(one, source)]
         order = {node: number for number, node in enumerate(tx.output.graph.nodes)}
-        return cls(block.value, source, given, sorted(inputs, key=order.__getitem__), nodes, guards, ordered, returned)
+        inputs.sort(key=order.__getitem__)
+        return cls(block.value, source, given, known, inputs, nodes, guards, ordered, returned)
 
-    def fits(self, block: Any, given: _Given) -> bool:
+    def fits(self, block: Any, given: _Given, known: list[tuple[int, int]]) -> bool:
         """Whether a call would be traced alike."""
         if (given.shape, given.modes, given.changes) != (self.given.shape, self.given.modes, self.given.changes):
+            return False
+        if known != self.known:
             return False
         for one, other in zip(self.given.tensors, given.tensors, strict=True):
             if one is not other and not _alike(one.meta["example_value"], other.meta["example_value"]):
@@ -398,15 +455,15 @@ def _result(tx: Any, node: fx.Node) -> Any:
     return wrap_fx_proxy(tx, fx.Proxy(node, tx.output.current_tracer), example_value=value)
 
 
-def _returned(result: Any, nodes: set[fx.Node], inputs: Sequence[fx.Node]) -> Any:
+def _returned(tx: Any, result: Any, nodes: set[fx.Node], inputs: Sequence[fx.Node]) -> Any:
     """Nodes of the tensors that a call returns; None unless all of them are new, and no views of what it was given."""
     from torch._dynamo.variables import TensorVariable, TupleVariable
 
     if type(result) is TupleVariable:
-        found = tuple(_returned(item, nodes, inputs) for item in result.items)
+        found = tuple(_returned(tx, item, nodes, inputs) for item in result.items)
         return found if all(isinstance(node, fx.Node) for node in found) and len(set(found)) == len(found) else None
     node = result.as_proxy().node if type(result) is TensorVariable else None
-    if node is None or node not in nodes:
+    if node is None or node not in nodes or tx.output.side_effects.has_pending_mutation(result):  # an attribute
         return None
     value, given = node.meta["example_value"], [n.meta["example_value"] for n in inputs]
     own = all(value.untyped_storage()._cdata != other.untyped_storage()._cdata for other in given)
@@ -449,6 +506,11 @@ def _is_known_otherwise(tx: Any, block: Any) -> bool:
 
 def _source_of(placeholder: fx.Node) -> Source | None:
     return getattr(placeholder.meta.get("grapharg"), "source", None)
+
+
+def _names_a_tensor(source: Any, trace: Any) -> bool:
+    """False for a number that Dynamo has made an input, which it does once its value has changed between calls."""
+    return type(source).__name__ != "FloatTensorSource" and isinstance(_value_of(source, trace), Tensor)
 
 
 def _parts(source: Source) -> dict[str, Source]:

@@ -78,7 +78,9 @@ def watch_batch(gm: fx.GraphModule) -> None:
     trace = _torch.current_trace()
     refused = batch_refusal()
     if refused is not None and refused[0] == "image_sizes":
-        _dynamo_call.guard_on_other_sizes(trace, _pixels(inputs_of(trace), True), _sizes.get(_torch.traced_code(trace), set()))
+        pixels = _pixels(inputs_of(trace), True)
+        own = set() if pixels is None else {_torch.size_key(pixels)}  # its graphs are for towers with other attributes
+        _dynamo_call.guard_on_other_sizes(trace, pixels, _sizes.get(_torch.traced_code(trace), set()) - own)
     if not is_batched():
         return
     broken = _torch.graph_break(trace)
