@@ -441,6 +441,26 @@ def test_what_is_not_compiled(tower: Any, text: str) -> None:
         vitcg_backend.fast_lane(tower)
 
 
+def test_a_model_around_the_compiled_tower() -> None:
+    """The error names the part to give."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    model = nn.ModuleDict({"visual": tower})
+    tower.compile(backend="vitcg")
+    with pytest.raises(TypeError, match=r"ModuleDict is not compiled, its part \.visual is: give that\."):
+        vitcg_backend.fast_lane(model)
+    with pytest.raises(vitcg_backend.OptionError, match=r"ModuleDict is not compiled, its part \.visual is: give that\."):
+        vitcg_backend.warmup(model)
+
+
+def test_a_lane_shows_what_it_routes() -> None:
+    """By its printed form."""
+    tower, lane = make()
+    assert repr(lane) == "FastLane(Qwen3VLVisionModel, kinds of calls routed: 0, refusals: none)"
+    for seed in range(3):
+        assert_same(lane, tower, IMAGE, seed=seed)
+    assert repr(lane) == "FastLane(Qwen3VLVisionModel, kinds of calls routed: 1, refusals: none)"
+
+
 def test_parameters_whose_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No lane, with the reason, and no guess by Dynamo's calls, which go straight to their replay all the same."""
     monkeypatch.setattr(states, "_storages", lambda tensors, gone: None)

@@ -273,7 +273,7 @@ def test_the_command(capsys, tmp_path) -> None:
             ["--model", "qwen2_vl", "--input", "big"],
             "input 'big': expected FRAMESxHEIGHTxWIDTH in pixels, such as 16x448x448 or",
         ),
-        (["--model", "qwen3_vl", "--input", "1x64x64", "--budgets", "0"], "most=0: expected at least one budget"),
+        (["--model", "qwen3_vl", "--input", "1x64x64", "--budgets", "0"], "--budgets 0: expected at least one budget"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments: list[str], text: str) -> None:

@@ -142,8 +142,10 @@ def test_a_picture_of_any_size(tokens: int) -> None:
         ({"grids": torch.tensor([[[1, 4, 4]]])}, r"grid tensor\(.*\): expected \(frames, height, width\) in patches"),
         ({"grids": [[], IMAGE]}, r"grid \[\]: expected \(frames, height, width\) in patches"),
         ({"grids": "1x4x4"}, r"grid '1': expected \(frames, height, width\) in patches"),
-        ({"grids": 4}, r"warmup: grids=4: expected a list, with one call in each place\."),
-        ({"sizes": 64}, r"warmup: sizes=64: expected a list, with one call in each place\."),
+        ({"grids": 4}, r"warmup: grids=4: expected a list, with one call in each place and at least one\."),
+        ({"grids": "1x8x8"}, r"warmup: grids='1x8x8': expected a list, with one call in each place and at least one\."),
+        ({"grids": []}, r"warmup: grids=\[\]: expected a list, with one call in each place and at least one\."),
+        ({"sizes": 64}, r"warmup: sizes=64: expected a list, with one call in each place and at least one\."),
         ({"sizes": [True]}, r"warmup: size True: expected output tokens, a whole number of at least 1"),
         ({"sizes": ["64"]}, r"warmup: size '64': expected output tokens, a whole number of at least 1"),
         (

@@ -105,6 +105,10 @@ class FastLane:
         """A copy, also one that was pickled, is a lane of the copied tower, and looks at that for itself."""
         return FastLane, (self.tower,)
 
+    def __repr__(self) -> str:
+        kinds = f"kinds of calls routed: {len(self._routes)}"
+        return f"FastLane({type(self._module).__name__}, {kinds}, refusals: {self.refusals or 'none'})"
+
     def forget(self) -> None:
         """Look at the tower once more: its modules have changed."""
         self._routes.clear()

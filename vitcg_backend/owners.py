@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import _torch
 from .marking import inputs_of
 
-__all__ = ["Owners", "ids_of", "not_compiled", "not_traced", "why_in_parts"]
+__all__ = ["Owners", "compiled_part", "ids_of", "not_compiled", "not_traced", "why_in_parts"]
 
 _TOWERS = 8  # towers of one class that are told apart
 _TENSORS = 8  # that stand for their tower
@@ -81,6 +81,11 @@ def ids_of(tower: nn.Module) -> set[int]:
     return {id(part) for part in (*tower.modules(), *tower.parameters(), *tower.buffers())}
 
 
+def compiled_part(tower: nn.Module) -> str | None:
+    """The first part of a module that is compiled, by its path; None without one."""
+    return next((name for name, part in tower.named_modules() if name and _torch.backend_of(part)), None)
+
+
 def not_compiled(tower: nn.Module) -> str | None:
     """Why no call of a tower can reach this backend: it is not compiled, or with a backend of torch's.
 
@@ -88,7 +93,8 @@ def not_compiled(tower: nn.Module) -> str | None:
     """
     backend = _torch.backend_of(tower)
     if backend is None:
-        return "is not compiled"
+        inner = compiled_part(tower)
+        return "is not compiled" if inner is None else f"is not compiled, its part .{inner} is: give that"
     name, function, _ = backend
     home = getattr(function, "__module__", None) or type(function).__module__
     return f"is compiled with backend={name!r}" if home.partition(".")[0] == "torch" else None

@@ -580,10 +580,9 @@ class CompiledTower:
     def _measure(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
         """Times of a bucket, once; the results of the last of its replays."""
         bucket = self.stats.buckets[part.bucket.tokens]
-        results: list[Any] = []
 
-        def serve() -> None:
-            results[:] = self._serve(capture, args, part, values, borrow)
+        def serve() -> list[Any]:
+            return self._serve(capture, args, part, values, borrow)
 
         def copy() -> None:
             capture.write(args, values, part.rows)
@@ -598,7 +597,7 @@ class CompiledTower:
             log.info("the uncaptured pieces were not measured at %d rows: %s", part.rows, error)
             bucket.uncaptured_s, (bucket.replay_s, bucket.copy_s) = math.inf, self._time(serve, copy)
         self.planner.learn(part, bucket.replay_s, bucket.uncaptured_s)
-        return results
+        return serve()
 
     def _uncaptured_s(self, args: Sequence[Any], layout: Layout | None, rows: int) -> float:
         """Seconds of the uncaptured pieces; infinite where they fail."""
@@ -785,8 +784,13 @@ class CompiledTower:
         if ask.reason in ("outside_compiled_sizes", *{name.partition(" ")[0] for name in self.stats.refusals}):
             texts = [text for name, text in self.stats.refusals.items() if name.partition(" ")[0] == ask.reason]
             return texts[-1] if texts else self.body.assumptions()
-        budgets = list(self.planner.ladder.budgets)
-        return f"a call of {tokens} tokens ({ask.rows} patches) in {self._items(ask)} items; budgets in tokens: {budgets}"
+        call = f"a call of {tokens} tokens ({ask.rows} patches) in {self._items(ask)} items"
+        if ask.reason == "not_warmed_up":
+            captured = sorted(self.budgets_captured)
+            return f"{call}; captured are budgets of {captured or 'no'} tokens: warmup(tower, ...) captures more"
+        budgets = self.planner.ladder.budgets
+        shown = f"{list(budgets)}" if len(budgets) <= 24 else f"{len(budgets)} from {budgets[0]} to {budgets[-1]}"
+        return f"{call}; budgets in tokens: {shown}"
 
 
 class _Disagrees(Exception):

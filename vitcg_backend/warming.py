@@ -20,7 +20,7 @@ from .backend import live_towers, stats, vitcg
 from .bucketing import Layout, num_patches
 from .errors import OptionError, Refused
 from .options import Options
-from .owners import ids_of, not_compiled
+from .owners import compiled_part, ids_of, not_compiled
 from .planning import Planner
 from .runtime import CompiledTower
 
@@ -125,6 +125,8 @@ def _options_of(tower: nn.Module) -> Options | None:
             f"warmup: got {type(tower).__name__} {tower!r:.60}: give the result of torch.compile(tower, backend='vitcg')."
         )
     backend = _torch.backend_of(tower)
+    if backend is None and compiled_part(tower) is not None:
+        raise OptionError(f"warmup: {type(tower).__name__} {not_compiled(tower)}.")
     if backend is None:
         return None
     _, function, keywords = backend
@@ -265,7 +267,7 @@ def _layout(grid: Any, merge: int) -> Layout:
     if not layout or any(len(row) != 3 or min(row) < 1 or row[1] % merge or row[2] % merge for row in layout):
         raise OptionError(
             f"warmup: grid {grid!r}: expected (frames, height, width) in patches for each item of a call, "
-            f"height and width multiples of {merge}."
+            f"whole numbers (a tensor of integers), height and width multiples of {merge}."
         )
     return layout  # type: ignore[return-value]  # of three numbers each, as has been seen
 
@@ -282,10 +284,10 @@ def _size(size: Any, unit: str) -> int:
 
 
 def _listed(name: str, given: Any) -> list[Any]:
-    try:
-        return list(given)
-    except TypeError:
-        raise OptionError(f"warmup: {name}={given!r}: expected a list, with one call in each place.") from None
+    listed = [] if isinstance(given, str) or not hasattr(given, "__iter__") else list(given)
+    if not listed:
+        raise OptionError(f"warmup: {name}={given!r}: expected a list, with one call in each place and at least one.")
+    return listed
 
 
 @torch.no_grad()

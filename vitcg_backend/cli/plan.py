@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None and args.model not in known:
         raise UserError(f"--model: unknown model {args.model!r}; known: {', '.join(known)}")
     try:
+        if args.budgets < 1:
+            raise UserError(f"--budgets {args.budgets}: expected at least one budget")
         plan = recommend_budgets(args.config or args.model, args.input, most=args.budgets)
     except UnknownInput as error:
         raise UserError(str(error)) from None
