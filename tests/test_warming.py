@@ -141,7 +141,6 @@ def test_a_picture_of_any_size(tokens: int) -> None:
         ({"grids": [torch.tensor([[1.0, 4.0, 4.0]])]}, r"grid tensor\(.*\): expected \(frames, height, width\) in patches"),
         ({"grids": torch.tensor([[[1, 4, 4]]])}, r"grid tensor\(.*\): expected \(frames, height, width\) in patches"),
         ({"grids": [[], IMAGE]}, r"grid \[\]: expected \(frames, height, width\) in patches"),
-        ({"grids": "1x4x4"}, r"grid '1': expected \(frames, height, width\) in patches"),
         ({"grids": 4}, r"warmup: grids=4: expected a list, with one call in each place and at least one\."),
         ({"grids": "1x8x8"}, r"warmup: grids='1x8x8': expected a list, with one call in each place and at least one\."),
         ({"grids": []}, r"warmup: grids=\[\]: expected a list, with one call in each place and at least one\."),
