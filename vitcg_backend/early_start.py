@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,5 +30,4 @@ def start_attention(choice: MeasuredChoice, body: CompiledBody, args: Sequence[A
     except Exception as error:  # a call that eager rejects, say
         _torch.log.info("attention kernels are not compiled early: %s: %s", type(error).__name__, error)
         return
-    lengths = {index: [end - start for start, end in itertools.pairwise(cu)] for index, cu in boundaries.items()}
-    choice.start({index: SegmentBounds(sum(each), len(each), max(each, default=0)) for index, each in lengths.items()})
+    choice.start({index: SegmentBounds.of(cu) for index, cu in boundaries.items()})

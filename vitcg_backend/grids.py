@@ -16,7 +16,7 @@ from typing import Any
 from .errors import UnknownInput
 from .testing.architectures import ARCHITECTURES
 
-__all__ = ["FOLLOWS", "PROCESSORS", "Processor", "processor_of", "values_of"]
+__all__ = ["FAMILIES", "FOLLOWS", "PROCESSORS", "Processor", "processor_of", "values_of"]
 
 _IMAGES = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 _VIDEOS_BY_FRAME = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
@@ -111,6 +111,9 @@ FOLLOWS = {
 }
 """Families that have the processors of another: its rules, and its pixel bounds where no file gives others."""
 
+FAMILIES = (*PROCESSORS, *FOLLOWS)
+"""Names of all families that are known here."""
+
 
 def processor_of(config: Any) -> Processor:
     """The processor of a family's name, a configuration, or a folder with ``config.json``.
@@ -143,7 +146,7 @@ def _dictionary(config: Any) -> dict[str, Any]:
         return config
     if not callable(getattr(config, "to_dict", None)):
         raise UnknownInput(
-            f"config {config!r:.60}: expected the name of a family ({', '.join((*PROCESSORS, *FOLLOWS))}), a configuration of "
+            f"config {config!r:.60}: expected the name of a family ({', '.join(FAMILIES)}), a configuration of "
             "transformers or its dictionary, or a folder with config.json"
         )
     values: dict[str, Any] = config.to_dict()
@@ -218,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _family(name: str) -> Processor:
     rules = PROCESSORS.get(FOLLOWS.get(name, name))
     if rules is None:
-        raise UnknownInput(f"unknown model {name!r}; known: {', '.join((*PROCESSORS, *FOLLOWS))}")
+        raise UnknownInput(f"unknown model {name!r}; known: {', '.join(FAMILIES)}")
     return replace(rules, name=name)
 
 

@@ -418,7 +418,7 @@ class LayoutCache:
         for index, cu in lists.items():
             real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
             most = max(most, bisect_right(cu, real) - 1)
-            bounds[index] = SegmentBounds(cu[-1], len(cu) - 1, max((b - a for a, b in itertools.pairwise(cu)), default=0))
+            bounds[index] = SegmentBounds.of(cu)
         if self.choice is None:  # no attention, no segments
             return LayoutValues(made, {}, {}, {}, most)
         kernels, bounds = self._served_by(bucket, bounds, self.choice, measure, shared)

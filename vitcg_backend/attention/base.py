@@ -49,6 +49,12 @@ class SegmentBounds:
             if getattr(self, name) < 0:
                 raise ValueError(f"SegmentBounds.{name} is {getattr(self, name)}: it must be zero or more")
 
+    @classmethod
+    def of(cls, cu_seqlens: Sequence[int]) -> SegmentBounds:
+        """The exact bounds of segments: prefix sums of their lengths, ``[segments + 1]``, first entry 0."""
+        longest = max((end - start for start, end in itertools.pairwise(cu_seqlens)), default=0)
+        return cls(cu_seqlens[-1], len(cu_seqlens) - 1, longest)
+
     def admit(self, other: SegmentBounds) -> bool:
         """Whether segments within `other` are within these bounds, for the same rows."""
         return self.rows == other.rows and self.segments >= other.segments and self.longest >= other.longest

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import UnknownInput
-from ..grids import FOLLOWS, PROCESSORS
+from ..grids import FAMILIES
 from ..guide import recommend_budgets
 from .errors import UserError
 
@@ -19,7 +19,7 @@ HELP = "grids, tokens, budgets and padding of the inputs to expect"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``plan``."""
-    parser.add_argument("--model", metavar="NAME", help=f"family: {', '.join((*PROCESSORS, *FOLLOWS))}")
+    parser.add_argument("--model", metavar="NAME", help=f"family: {', '.join(FAMILIES)}")
     parser.add_argument(
         "--config", type=Path, metavar="DIR", help="instead: folder with config.json, processor files beside it"
     )
@@ -42,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--config: no such folder: {args.config}")
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json: no such folder: {args.json.absolute().parent}")
-    known = (*PROCESSORS, *FOLLOWS)
-    if args.model is not None and args.model not in known:
-        raise UserError(f"--model: unknown model {args.model!r}; known: {', '.join(known)}")
+    if args.model is not None and args.model not in FAMILIES:
+        raise UserError(f"--model: unknown model {args.model!r}; known: {', '.join(FAMILIES)}")
     try:
         if args.budgets < 1:
             raise UserError(f"--budgets {args.budgets}: expected at least one budget")
