@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitcg_backend.attention import KERNELS, SegmentBounds, kept_choices, segments
+from vitcg_backend import kept_choices
+from vitcg_backend.attention import KERNELS, SegmentBounds, segments
 
 LAYOUTS = {
     "8x256": [256] * 8,

@@ -14,9 +14,9 @@ from common import DEVICE, assert_same, compile_tower, run, stats, tiny_tower
 import vitcg_backend
 from vitcg_backend import backend
 from vitcg_backend.attention import AttentionShape, SegmentBounds, choose_for, measured
-from vitcg_backend.attention.kept_choices import KeptChoices, environment
 from vitcg_backend.attention.measured import MeasuredChoice, agrees, even_segments, size_class
 from vitcg_backend.attention.segments import SdpaKernel
+from vitcg_backend.kept_choices import KeptChoices, environment
 
 CPU = torch.device("cpu")
 SHAPES = {0: [AttentionShape(CPU, torch.float32, 2, 1, 16, 16)]}
@@ -361,7 +361,7 @@ class TestClock:
 
 def add_many(folder, number):
     """One writer of several; whether each read in between found a whole file."""
-    kept = KeptChoices({"device": "x"}, folder)
+    kept = KeptChoices({"device": "x"}, "attention", folder)
     whole = True
     for index in range(40):
         kept.add(f"{number} {index}", "a", {"a": 1e-6})
@@ -396,12 +396,12 @@ class TestFile:
     def test_unreadable_file(self, clock, tmp_path, text):
         """A file with anything else in it is as none: measured anew and replaced."""
         found = environment(CPU)
-        path = KeptChoices(found, tmp_path).path
+        path = KeptChoices(found, "attention", tmp_path).path
         key = size_class(SHAPES[0], BOUNDS)
         path.write_bytes(text.replace("ENV", json.dumps(found)).replace("KEY", key).encode("latin1"))
         assert at(choice(tmp_path)) == "b"
         assert clock.asked == 1
-        assert KeptChoices(found, tmp_path).read() == {key: "b"}
+        assert KeptChoices(found, "attention", tmp_path).read() == {key: "b"}
 
     def test_another_version(self, clock, tmp_path, monkeypatch):
         """Another device or version of anything that brings a kernel has choices of its own."""
@@ -429,11 +429,11 @@ class TestFile:
     def test_below_torchs_own_cache(self, tmp_path, monkeypatch):
         """The file lies where torch keeps what it compiles."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        assert KeptChoices({}).path.parent == tmp_path / "vitcg"
+        assert KeptChoices({}, "attention").path.parent == tmp_path / "vitcg"
 
     def test_concurrent_writers(self, tmp_path):
         """Writers that know nothing of each other leave a whole file at each moment, and no other file."""
-        kept = KeptChoices({"device": "x"}, tmp_path)
+        kept = KeptChoices({"device": "x"}, "attention", tmp_path)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             assert all(pool.map(add_many, [tmp_path] * 3, range(3)))
         assert any(f"{number} 39" in kept.read() for number in range(3))

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitcg_backend.products import PRODUCT, Product, choice, measure, op, triton_product
-from vitcg_backend.products.choice import MARGIN, Choices, faster
+from vitcg_backend.kept_choices import KeptChoices
+from vitcg_backend.products import PRODUCT, Product, choice, cublaslt, measure, op, triton_product
+from vitcg_backend.products.choice import MARGIN, TILE_MARGIN, Choices, faster, name_of, named
+from vitcg_backend.products.cublaslt import Algorithm
+from vitcg_backend.products.default import library
+from vitcg_backend.products.op import Kernel
 from vitcg_backend.products.triton_product import TILES, Tile, promising, reads
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 SMALL = Product(40, 72, 96, torch.bfloat16, biased=True, gelu=False)
+ALGORITHM = Algorithm(bytes(range(64)), 4096, 2)
 
 
 def matrices(product: Product, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -44,11 +51,14 @@ def exactly(x: Tensor, w: Tensor, b: Tensor | None, gelu: bool) -> Tensor:
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
-def test_operator_on_a_cpu(biased: bool, gelu: bool) -> None:
-    """It is the linear layer, with a tanh-GELU where one is asked for, and its fake knows the shape."""
+@pytest.mark.parametrize("adds", [True, False])
+def test_operator_on_a_cpu(biased: bool, gelu: bool, adds: bool) -> None:
+    """It is the linear layer, a tanh-GELU and rows added where they are asked for, and its fake knows the shape."""
     x, w, b = matrices(Product(5, 16, 24, torch.float32, biased, gelu))
-    torch.testing.assert_close(PRODUCT(x, w, b, gelu).double(), exactly(x, w, b, gelu), rtol=1e-4, atol=1e-5)
-    torch.library.opcheck(PRODUCT, (x, w, b, gelu), test_utils=("test_schema", "test_faketensor"))
+    added = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)) if adds else None
+    exact = exactly(x, w, b, gelu) + (0 if added is None else added.double())
+    torch.testing.assert_close(PRODUCT(x, w, b, gelu, added).double(), exact, rtol=1e-4, atol=1e-5)
+    torch.library.opcheck(PRODUCT, (x, w, b, gelu, added), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_using_ends() -> None:
@@ -58,16 +68,16 @@ def test_using_ends() -> None:
     def fails() -> None:
         with op.using({SMALL: TILES[0]}):
             with op.using({}):
-                assert op._chosen.tiles == {}
-            assert op._chosen.tiles == {SMALL: TILES[0]}
-            thread = threading.Thread(target=lambda: elsewhere.append(op._chosen.tiles))
+                assert op._chosen.kernels == {}
+            assert op._chosen.kernels == {SMALL: TILES[0]}
+            thread = threading.Thread(target=lambda: elsewhere.append(op._chosen.kernels))
             thread.start()
             thread.join()
             raise KeyError
 
     with pytest.raises(KeyError):
         fails()
-    assert op._chosen.tiles is None
+    assert op._chosen.kernels is None
     assert elsewhere == [None]
 
 
@@ -78,7 +88,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
     def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Any, gelu: bool, out: Tensor) -> None:
         tiles.append(tile)
 
-    monkeypatch.setattr(op, "launch", launch)
+    monkeypatch.setattr(triton_product, "launch", launch)
     return tiles
 
 
@@ -90,7 +100,7 @@ def test_who_runs_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def by_torch(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
         before = len(tiles)
-        result = op._cuda(x, w, b, False)
+        result = op._cuda(x, w, b, False, None)
         assert result.shape == (x.shape[0], w.shape[0])
         return len(tiles) == before and torch.allclose(result.double(), exact[: x.shape[0]], rtol=2e-2, atol=2e-2)
 
@@ -102,6 +112,52 @@ def test_who_runs_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
         shifted = torch.empty(SMALL.outputs + 1, dtype=SMALL.dtype)[1:].copy_(b)
         assert by_torch(x, w, shifted)  # an address that is no multiple of 16 bytes
     assert by_torch(x, w, b)
+
+
+def test_who_runs_a_product_with_rows_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CublasLt where it can be called and can read everything, by its rules or as chosen; else torch, in two steps."""
+    calls: list[Algorithm | None] = []
+
+    def launch(algorithm: Any, x: Tensor, weight: Tensor, bias: Any, gelu: bool, added: Tensor, out: Tensor) -> bool:
+        calls.append(algorithm)
+        library(x, weight, bias, gelu, out, added)
+        return True
+
+    monkeypatch.setattr(cublaslt, "launch", launch)
+    x, w, b = matrices(SMALL)
+    added = torch.randn(40, 72).to(SMALL.dtype)
+    exact = exactly(x, w, b, False) + added.double()
+
+    def by(x: Tensor, added: Tensor) -> list[Algorithm | None]:
+        calls.clear()
+        torch.testing.assert_close(op._cuda(x, w, b, False, added).double(), exact, rtol=3e-2, atol=3e-2)
+        return list(calls)
+
+    assert by(x, added) == []  # a CPU
+    monkeypatch.setattr(cublaslt, "unusable", lambda device: None)
+    assert by(x, added) == [None]
+    assert by(x, added.t().contiguous().t()) == []
+    with op.using({replace(SMALL, added=True): ALGORITHM, SMALL: TILES[0]}):
+        assert by(x, added) == [ALGORITHM]
+        assert by(x, added.t().contiguous().t()) == []
+    monkeypatch.setattr(cublaslt, "launch", lambda *args: False)  # the library has no algorithm
+    assert by(x, added) == []
+
+
+def test_cublaslt_says_why_not() -> None:
+    """On a CPU, and where the library cannot be loaded."""
+    assert cublaslt.unusable(CPU) == "cublasLt needs an NVIDIA GPU, not cpu"
+    cublaslt._library.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.version, "cuda", "1.0")
+            library, reason = cublaslt._library()
+            assert library is None
+            assert reason is not None
+            assert reason.startswith("libcublasLt.so.1 cannot be loaded (")
+            assert cublaslt.library_version() == "none"
+    finally:
+        cublaslt._library.cache_clear()
 
 
 def test_what_the_kernel_reads() -> None:
@@ -123,7 +179,7 @@ def test_what_the_kernel_reads() -> None:
 
 def test_the_faster_by_a_margin() -> None:
     """Ours runs where it is the fastest and by the margin; torch's where it is not, or where nothing was measured."""
-    clear, close = 1 - 2 * MARGIN, 1 - MARGIN / 2
+    clear, close = 1 - 2 * TILE_MARGIN, 1 - TILE_MARGIN / 2
     assert faster({None: 1.0, TILES[0]: 1.1, TILES[1]: clear}) == TILES[1]
     assert faster({None: 1.0, TILES[0]: clear - 0.1, TILES[1]: clear}) == TILES[0]
     assert faster({None: 1.0, TILES[0]: close}) is None
@@ -131,12 +187,55 @@ def test_the_faster_by_a_margin() -> None:
     assert faster({}) is None
 
 
+def test_the_librarys_own_kernels_have_a_margin_of_their_own() -> None:
+    """It is smaller than that of ours, and a kernel of ours that misses its own does not hide one of the library's."""
+    between = 1 - (MARGIN + TILE_MARGIN) / 2
+    assert faster({None: 1.0, ALGORITHM: between}) == ALGORITHM
+    assert faster({None: 1.0, TILES[0]: between}) is None
+    assert faster({None: 1.0, ALGORITHM: between + 0.001, TILES[0]: between}) == ALGORITHM
+    assert faster({None: 1.0, ALGORITHM: 1 - MARGIN / 2}) is None
+
+
+@pytest.mark.parametrize("kernel", [None, ALGORITHM, TILES[1]], ids=str)
+def test_names_stand_for_kernels(kernel: Kernel | None) -> None:
+    """What is kept on disk gives the same kernel, and no other text gives one."""
+    assert named(name_of(kernel)) == kernel
+    for wrong in ("", "cublasLt", "cublasLt 1 2 00", "cublasLt 1 x " + "00" * 64, "triton 1x1x1"):
+        with pytest.raises(ValueError):  # whatever its text
+            named(wrong)
+
+
+def test_choices_are_kept_on_disk(tmp_path: Path) -> None:
+    """Another process takes what one has measured, with tiles or without, the default as well; a damaged name is none."""
+    asked: list[tuple[Product, bool]] = []
+    other = replace(SMALL, rows=80)
+
+    def fake(product: Product, device: torch.device, tiles: bool) -> dict[Kernel | None, float]:
+        asked.append((product, tiles))
+        return {None: 1.0, ALGORITHM: 0.5 if product == SMALL else 2.0} | ({TILES[0]: 0.4} if tiles else {})
+
+    def process() -> Choices:
+        return Choices(fake, lambda device: KeptChoices({"device": str(device)}, "products", tmp_path))
+
+    for again in (False, True):
+        asked.clear()
+        choices = process()
+        assert choices.settle([SMALL, other], CPU) == {SMALL: ALGORITHM}
+        assert choices.settle([SMALL], CPU, tiles=True) == {SMALL: TILES[0]}
+        assert asked == ([] if again else [(SMALL, False), (other, False), (SMALL, True)])
+    path = KeptChoices({"device": "cpu"}, "products", tmp_path).path
+    assert path.name.startswith("products-")
+    path.write_text(path.read_text().replace(ALGORITHM.data.hex(), "00"))
+    assert process().settle([SMALL, other], CPU) == {SMALL: ALGORITHM}
+    assert asked == [(SMALL, False)]
+
+
 def test_products_are_measured_once() -> None:
-    """Each product of each device once in all, those for torch's kernel too; what comes back is ours alone."""
+    """Each product of each device once in all, those that stay with the default too; what comes back is the others."""
     asked: list[tuple[torch.device, Product]] = []
     large = Product(4000, 72, 96, torch.bfloat16, biased=True, gelu=False)
 
-    def fake(product: Product, device: torch.device) -> dict[Tile | None, float]:
+    def fake(product: Product, device: torch.device, tiles: bool) -> dict[Kernel | None, float]:
         asked.append((device, product))
         return {None: 1.0, TILES[2]: 0.5 if product == SMALL else 2.0}
 
@@ -153,7 +252,7 @@ def test_without_room_it_is_measured_another_time() -> None:
     """Out of memory: torch's kernel for now."""
     rooms = iter([False, True])
 
-    def fake(product: Product, device: torch.device) -> dict[Tile | None, float]:
+    def fake(product: Product, device: torch.device, tiles: bool) -> dict[Kernel | None, float]:
         if not next(rooms):
             raise torch.OutOfMemoryError("no room")
         return {None: 1.0, TILES[0]: 0.5}
@@ -165,7 +264,7 @@ def test_without_room_it_is_measured_another_time() -> None:
 
 def test_deterministic_algorithms_are_not_chosen_by_a_clock() -> None:
     """Where the user wants them, torch's kernels run, also for what was chosen before."""
-    choices = Choices(lambda product, device: {None: 1.0, TILES[0]: 0.5})
+    choices = Choices(lambda product, device, tiles: {None: 1.0, TILES[0]: 0.5})
     assert choices.settle([SMALL], CPU)
     torch.use_deterministic_algorithms(True)
     try:
@@ -188,7 +287,7 @@ def test_promising_tiles() -> None:
 def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """A tile whose result is wrong anywhere, or that does not run, is left out with a warning; the right one is timed."""
 
-    def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
+    def launch(tile: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, added: Any, out: Tensor) -> None:
         if tile == TILES[3]:
             raise RuntimeError("no such tile")
         out.copy_(F.linear(x, weight, bias))
@@ -199,7 +298,7 @@ def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(measure, "launch", launch)
     with caplog.at_level("WARNING", logger="vitcg_backend"):
-        times = measure.measure(SMALL, CPU, tiles=TILES, clock=lambda runs: [float(len(runs))] * len(runs))
+        times = measure.measure(SMALL, CPU, kernels=TILES, clock=lambda runs: [float(len(runs))] * len(runs))
     assert times == {None: 2.0, TILES[2]: 2.0}
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
@@ -211,9 +310,9 @@ def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyP
 
 def test_the_clock_gets_each_candidates_own_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions of a launch's number: each runs its own kernel, on weights in turn."""
-    seen: list[tuple[Tile, int]] = []
+    seen: list[tuple[Kernel, int]] = []
 
-    def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
+    def launch(tile: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, added: Any, out: Tensor) -> None:
         seen.append((tile, weight.data_ptr()))
         out.copy_(F.linear(x, weight, bias))
 
@@ -225,14 +324,14 @@ def test_the_clock_gets_each_candidates_own_launch(monkeypatch: pytest.MonkeyPat
         return [0.0] * len(runs)
 
     monkeypatch.setattr(measure, "launch", launch)
-    measure.measure(SMALL, CPU, tiles=TILES[:2], clock=clock)
+    measure.measure(SMALL, CPU, kernels=TILES[:2], clock=clock)
     assert [tile for tile, _ in seen] == [TILES[0], TILES[0], TILES[1], TILES[1]]
     assert len({address for _, address in seen}) == 2
 
 
 def test_what_is_too_large_is_not_measured() -> None:
-    """It would take memory, and cuBLAS is at its best there."""
-    assert measure.measure(Product(measure.MOST, 256, 256, torch.bfloat16, False, False), CPU, tiles=TILES) == {}
+    """It would take memory."""
+    assert measure.measure(Product(measure.MOST, 256, 256, torch.bfloat16, False, False), CPU, kernels=TILES) == {}
 
 
 def test_the_global_random_numbers_stay() -> None:
@@ -240,7 +339,7 @@ def test_the_global_random_numbers_stay() -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    measure.measure(SMALL, CPU, tiles=(), clock=lambda runs: [0.0])
+    measure.measure(SMALL, CPU, kernels=(), clock=lambda runs: [0.0])
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -264,6 +363,7 @@ def test_the_process_keeps_its_choices() -> None:
     """One object for all captures, with the device's own clock."""
     assert isinstance(choice.CHOICES, Choices)
     assert choice.CHOICES._measure is measure.measure
+    assert choice.CHOICES._kept is choice.kept_on_disk
 
 
 # --- the kernel ---

@@ -273,9 +273,9 @@ class Capture:
         """
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
-                tiles = products.CHOICES.settle(self.body.products_at(self.bucket.tokens), self.device)
+                kernels = products.CHOICES.settle(self.body.products_at(self.bucket.tokens), self.device, self.body.tiles)
                 before = torch.cuda.memory_reserved()
-                with products.using(tiles):
+                with products.using(kernels):
                     self._record_cuda(args, pool)
                 self.pool_bytes = max(torch.cuda.memory_reserved() - before, 0)
 

@@ -15,7 +15,7 @@ from .errors import OptionError
 __all__ = ["Options"]
 
 ATTENTION = ("auto", "triton", "torch", "flash_attn", "flashinfer", "mem_efficient", "sdpa")
-MATMUL = ("torch", "auto")
+MATMUL = ("auto", "max-autotune", "torch")
 CAPTURE = ("lazy", "warmup", "never")
 OUTPUTS = ("copy", "borrow")
 INNER = ("inductor", "eager")
@@ -35,8 +35,9 @@ class Options:
             the uncaptured pieces, and the faster one serves.
         attention: kernel of the packed attention; ``auto`` = on a GPU the fastest of those that can run there, measured once
             for each size and kept on disk, elsewhere ``sdpa``.
-        matmul: kernels of the matrix products; ``torch`` = torch's, fused as Inductor does it; ``auto`` = in a
-            capture for each product the faster of torch's and ours, timed once in a process for each of its sizes.
+        matmul: kernels of the matrix products; ``auto`` = on an NVIDIA GPU in half precision residuals are added in their
+            epilogue, and in a capture each runs in the fastest of cublasLt's algorithms, measured once for each of its sizes
+            and kept on disk; ``max-autotune`` = the same with Triton kernels of ours among the candidates; ``torch`` = torch's.
         capture: ``lazy`` = a bucket is captured at its first use; ``warmup`` = only by `vitcg_backend.warmup`; ``never`` =
             always the uncaptured pieces.
         memory_limit_mib: cap in MiB of the static buffers and graph pools of one tower; ``None`` = no cap. Over it the
@@ -55,7 +56,7 @@ class Options:
     max_frames: int | None = None
     min_tokens: int | str = "auto"
     attention: str = "auto"
-    matmul: str = "torch"
+    matmul: str = "auto"
     capture: str = "lazy"
     memory_limit_mib: int | None = None
     outputs: str = "copy"

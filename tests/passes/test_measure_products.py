@@ -173,7 +173,7 @@ def test_other_devices_are_left_alone() -> None:
 
 
 def test_a_body_knows_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With their rows at each size under ``matmul="auto"``; by default and in eager pieces there are none."""
+    """With their rows at each size; with ``matmul="torch"`` and in eager pieces there are none."""
     monkeypatch.setattr(passes, "measure_products", functools.partial(measure_products, unusable=lambda device: None))
     monkeypatch.setattr(_torch, "compile_piece", lambda gm, mode: gm.forward)
     cache = passes.PieceCache()
@@ -182,9 +182,11 @@ def test_a_body_knows_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
         graph = dynamo_graph(mlp())
         body = passes.compile_body(graph, (), options=Options.parse(options), cache=cache, dump=Dump(None))
         assert body.refusal is None
+        assert body.tiles == (options.get("matmul") == "max-autotune")
         return [(product.rows, product.outputs, product.inputs) for product in body.products_at(6)]
 
-    assert sizes(matmul="auto") == [(6, 264, 256), (6, 256, 264)]
-    assert sizes() == []
-    assert sizes(matmul="auto", inner="eager") == []
+    assert sizes() == [(6, 264, 256), (6, 256, 264)]
+    assert sizes(matmul="max-autotune") == [(6, 264, 256), (6, 256, 264)]
+    assert sizes(matmul="torch") == []
+    assert sizes(inner="eager") == []
     assert cache.compiled == 3

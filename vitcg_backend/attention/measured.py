@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch
+from ..kept_choices import KeptChoices, environment
 from .base import AttentionShape, SegmentBounds, VarlenKernel
-from .kept_choices import KeptChoices, environment
 from .tiers import tiered
 
 __all__ = ["MeasuredChoice", "agrees", "even_segments", "seconds", "size_class"]
@@ -106,7 +106,7 @@ class MeasuredChoice:
         """The kernel that was chosen for such bounds, in this process or before."""
         shapes = self.shapes[segments]
         if self._kept is None:
-            kept = KeptChoices(environment(shapes[0].device), self._folder)
+            kept = KeptChoices(environment(shapes[0].device), "attention", self._folder)
             self._chosen = {key: name for key, name in kept.read().items() if name in self.kernels}
             self._kept = kept
         name = self._chosen.get(size_class(shapes, bounds))

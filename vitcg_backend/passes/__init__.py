@@ -29,6 +29,7 @@ from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
 from .prologue_on_host import prologue_on_host
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
+from .residual_epilogue import residual_epilogue
 from .split_at_attention import split_at_attention
 from .take_out_checks import Checks, take_out_checks
 from .write_out_of_place import write_out_of_place
@@ -41,7 +42,7 @@ TORCH_REWRITES = (gelu_epilogue,)
 ATEN_REWRITES = (patch_conv_to_matmul, align_products)
 """Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them.
 
-With ``matmul="auto"`` `measure_products` is the last.
+But with ``matmul="torch"``, `measure_products` and `residual_epilogue` come after them.
 """
 
 MAX_PIECES = 512
@@ -95,6 +96,7 @@ class CompiledBody:
         decisions: the part of them that the traces of proved pieces decided by, see `Proof`.
         checks: what the tower checks of a call's values before all else, None without any.
         products: the pieces' products whose kernels may be chosen, with their rows for each n.
+        tiles: whether Triton kernels are among those.
     """
 
     hoisted: Hoisted
@@ -108,6 +110,7 @@ class CompiledBody:
     decisions: list[tuple[sympy.Symbol, list[sympy.Basic]]] = field(default_factory=list)
     checks: Checks | None = None
     products: list[tuple[int, Product]] = field(default_factory=list)
+    tiles: bool = False
 
     def __post_init__(self) -> None:
         self._allowed: dict[int, bool] = {}
@@ -207,7 +210,10 @@ def compile_body(
     if None in gathers:
         refusal = refusal or Ineligible("unproved", "rows are gathered by an index that is not metadata")
     checked = sorted(g for g in gathers if g is not None)
-    return CompiledBody(hoisted, on_host, program, tail, functions, checked, refusal, limits, decisions, checks, products)
+    tiles = options.matmul == "max-autotune"
+    return CompiledBody(
+        hoisted, on_host, program, tail, functions, checked, refusal, limits, decisions, checks, products, tiles
+    )
 
 
 def _gives_away_inputs(program: Program, bound: Bound) -> bool:
@@ -226,7 +232,7 @@ def _obligation(gather: Gather, uses: dict[int, int]) -> tuple[int, int, int] | 
 def _compile_piece(
     piece: UniquePiece, program: Program, number: int, *, options: Options, cache: PieceCache, dump: Dump
 ) -> CompiledPiece:
-    key = (piece.key, options.inner, options.matmul, _torch.ambient_state())
+    key = (piece.key, options.inner, options.matmul == "torch", _torch.ambient_state())
     if key in cache.pieces:
         return cache.pieces[key]
     symbols = program.symbols
@@ -245,8 +251,8 @@ def _compile_piece(
         dump(f"piece{number}_refused", str(error))
     for rewrite in ATEN_REWRITES if compiled else ():
         aten = rewrite(aten)
-    if compiled and options.matmul == "auto":
-        aten = measure_products(aten, symbols=symbols)
+    if compiled and options.matmul != "torch":
+        aten = residual_epilogue(measure_products(aten, symbols=symbols), symbols=symbols)
     products = products_of(aten, symbols)
     dump(f"piece{number}_aten", aten)
     function = _torch.compile_piece(aten, symbols.mode) if compiled else _run_eager(piece.gm)

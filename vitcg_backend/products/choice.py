@@ -1,76 +1,134 @@
-"""Which kernel runs a product: cuBLAS or ours, the faster on this device for these sizes, measured before a size is captured.
+"""Which kernel runs a product: the fastest on this device for these sizes, measured before a size is captured.
 
-cuBLAS picks its kernel by rules, and where a product makes few tiles they are off: 1664 x 4304 by 4304 x 1152 takes it 36 us on
-an H200, and a kernel of 128 x 128 tiles, which fill the machine once, 28. What is measured is kept for the process, so that a
-size answers with the same bits each time it is captured.
+CuBLAS picks its kernel by rules, and its next ones may be faster: 3456 outputs of 1152 inputs at 16128 rows take it 211 us on
+an H200, and another of its own algorithms 181; 4304 of 1152 at 8000 rows, with their GELU, 132 and 123. What is measured is
+kept for the process and on disk, so that a size answers with the same bits each time it is captured.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from .. import _torch
+from ..kept_choices import KeptChoices, environment
+from . import cublaslt
 from .measure import measure
+from .op import Kernel
 from .shape import Product
-from .triton_product import Tile
+from .triton_product import TILES, Tile
 
-__all__ = ["CHOICES", "MARGIN", "Choices", "faster"]
+__all__ = ["CHOICES", "MARGIN", "TILE_MARGIN", "Choices", "faster", "kept_on_disk", "name_of", "named"]
 
 log = _torch.log
 
-MARGIN = 0.05  # ours has to be faster by this share
+MARGIN = 0.02  # another of cublasLt's algorithms has to be faster by this share,
+TILE_MARGIN = 0.05  # and a kernel of ours by this one: in a tower less than that is left
 
-Times = Mapping[Tile | None, float]
-"""Seconds of each tile that gave the right result, and under None of torch's own kernel; empty where nothing was measured."""
+Times = Mapping[Kernel | None, float]
+"""Seconds of each kernel that gave the right result, and under None of the default; empty where nothing was measured."""
 
 
-def faster(times: Times) -> Tile | None:
-    """The fastest tile, if it is faster than cuBLAS by `MARGIN`; None for cuBLAS."""
-    best = min((tile for tile in times if tile is not None), key=times.__getitem__, default=None)
-    return best if best is not None and times[best] <= (1 - MARGIN) * times[None] else None
+def faster(times: Times) -> Kernel | None:
+    """The fastest kernel of those that are faster than the default by their margin; None for the default."""
+
+    def wins(kernel: Kernel) -> bool:
+        return times[kernel] <= (1 - (TILE_MARGIN if isinstance(kernel, Tile) else MARGIN)) * times[None]
+
+    return min((kernel for kernel in times if kernel is not None and wins(kernel)), key=times.__getitem__, default=None)
+
+
+def name_of(kernel: Kernel | None) -> str:
+    """A kernel as it stands in the file of `KeptChoices`."""
+    if isinstance(kernel, cublaslt.Algorithm):
+        return f"cublasLt {kernel.place} {kernel.workspace} {kernel.data.hex()}"
+    return "default" if kernel is None else str(kernel)
+
+
+def named(name: str) -> Kernel | None:
+    """The kernel of a name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if name == "default":
+        return None
+    if name.startswith("cublasLt "):
+        _, place, workspace, data = name.split()
+        if len(data) != 128:
+            raise ValueError(name)
+        return cublaslt.Algorithm(bytes.fromhex(data), int(workspace), int(place))
+    for tile in TILES:
+        if str(tile) == name:
+            return tile
+    raise ValueError(name)
+
+
+@functools.cache
+def kept_on_disk(device: torch.device) -> KeptChoices:
+    """The file of a device and of the versions that its choices hold for."""
+    return KeptChoices(environment(device) | {"cublasLt": cublaslt.library_version()}, "products")
 
 
 class Choices:
     """What was chosen, by device and product.
 
     Args:
-        measure: gives the times of a product on a device.
+        measure: gives the times of a product on a device, with our own tiles among them or not.
+        kept: the file of a device, None for choices of the process alone.
     """
 
-    def __init__(self, measure: Callable[[Product, torch.device], Times] = measure) -> None:
-        self._measure = measure
-        self._known: dict[tuple[torch.device, Product], Tile | None] = {}
+    def __init__(
+        self,
+        measure: Callable[[Product, torch.device, bool], Times] = measure,
+        kept: Callable[[torch.device], KeptChoices] | None = None,
+    ) -> None:
+        self._measure, self._kept = measure, kept
+        self._known: dict[tuple[torch.device, bool], dict[Product, Kernel | None]] = {}
+        self._files: dict[torch.device, dict[str, str]] = {}
         self._lock = threading.Lock()
 
-    def settle(self, products: Iterable[Product], device: torch.device) -> dict[Product, Tile]:
-        """Measure what is new among `products` on a device, the current one; those that ours is to run, with its tile.
+    def settle(self, products: Iterable[Product], device: torch.device, tiles: bool = False) -> dict[Product, Kernel]:
+        """Measure what is new among `products` on a device, the current one; the kernels of those that do not run by default.
 
-        Nothing is chosen by a clock where the user wants `torch.use_deterministic_algorithms`.
+        With `tiles` our own kernel is tried, too. Nothing is chosen by a clock where the user wants
+        `torch.use_deterministic_algorithms`.
         """
         if torch.are_deterministic_algorithms_enabled():
             return {}
         wanted = dict.fromkeys(products)
         with self._lock:
+            known = self._known.setdefault((device, tiles), {})
             for product in wanted:
-                if (device, product) in self._known:
+                if product in known:
                     continue
                 try:
-                    self._known[device, product] = self._choose(product, device)
+                    known[product] = self._choose(product, device, tiles)
                 except torch.OutOfMemoryError as error:  # there may be room another time
                     log.info("%s is not measured: %s", product, error)
-            chosen = {product: self._known.get((device, product)) for product in wanted}
-        return {product: tile for product, tile in chosen.items() if tile is not None}
+            chosen = {product: known.get(product) for product in wanted}
+        return {product: kernel for product, kernel in chosen.items() if kernel is not None}
 
-    def _choose(self, product: Product, device: torch.device) -> Tile | None:
-        times = self._measure(product, device)
-        tile = faster(times)
-        text = ", ".join(f"{name or 'cuBLAS'} {seconds * 1e6:.1f} us" for name, seconds in times.items())
-        log.info("%s: %s; captured in %s", product, text or "not measured", tile or "cuBLAS")
-        return tile
+    def _choose(self, product: Product, device: torch.device, tiles: bool) -> Kernel | None:
+        key = f"{product}{', with tiles' if tiles else ''}"
+        if self._kept is not None:
+            if device not in self._files:
+                self._files[device] = self._kept(device).read()
+            try:
+                return named(self._files[device][key])
+            except (KeyError, ValueError):
+                pass  # not measured yet, or a file that somebody has edited
+        times = self._measure(product, device, tiles)
+        kernel = faster(times)
+        text = ", ".join(f"{name or 'default'} {seconds * 1e6:.1f} us" for name, seconds in times.items())
+        log.info("%s: %s; captured in %s", product, text or "not measured", kernel or "the default")
+        if times and self._kept is not None:
+            self._kept(device).add(key, name_of(kernel), {str(name or "default"): s for name, s in times.items()})
+        return kernel
 
 
-CHOICES = Choices()
+CHOICES = Choices(kept=kept_on_disk)
 """Those of the process; they hold no memory of a device."""

@@ -1,4 +1,4 @@
-"""Times of a product on the device: torch's own kernel, and the tiles of ours that give the same result."""
+"""Times of a product on the device: the default, and the kernels that give the same result."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from . import cublaslt, triton_product
+from .default import default, library
+from .op import Kernel, launch
 from .shape import Product
-from .triton_product import Tile, launch, promising
+from .triton_product import promising
 
-__all__ = ["agrees", "device_seconds", "library", "measure"]
+__all__ = ["agrees", "candidates", "device_seconds", "measure"]
 
 log = _torch.log
 
 Launch = Callable[[int], Any]
 
-MOST = 2**26
-"""Elements of the largest matrix of rows that is measured: above it cuBLAS is at its best rate, and measuring takes memory."""
+MOST = 2**27
+"""Elements of the largest matrix of rows that is measured: above it measuring takes too much memory."""
 
 _COLD = 2**25  # elements of the weights that launches take in turn: more than the L2 cache holds, as a tower's are
 _LAUNCHES = 6
@@ -29,21 +32,31 @@ _ROUNDS = 3
 _ROUND_S = 4e-4  # of long launches, fewer make a round
 
 
+def candidates(product: Product, device: torch.device, tiles: bool) -> list[Kernel]:
+    """Kernels that may be faster than the default on a device, the current one; with `tiles` two of our own are among them."""
+    found: list[Kernel] = list(cublaslt.algorithms(product, device))
+    if tiles and not product.added and triton_product.unusable(device) is None:
+        found += promising(product.rows, product.outputs, torch.cuda.get_device_properties(device).multi_processor_count)
+    return found
+
+
 def measure(
     product: Product,
     device: torch.device,
+    tiles: bool = False,
     *,
-    tiles: Sequence[Tile] | None = None,
+    kernels: Sequence[Kernel] | None = None,
     clock: Callable[[Sequence[Launch]], list[float]] | None = None,
-) -> dict[Tile | None, float]:
-    """Seconds of a launch by tile, by None for torch's own; those left out do not run, or do not give its result.
+) -> dict[Kernel | None, float]:
+    """Seconds of a launch by kernel, by None for the default; those left out do not run, or do not give its result.
 
     It takes a few milliseconds and waits for the current stream, on which it works.
 
     Args:
         product: the sizes.
         device: the current device.
-        tiles: those to try; None = the promising ones.
+        tiles: see `candidates`.
+        kernels: those to try; None = the candidates.
         clock: seconds of a launch for each of several functions of its number; None = `device_seconds`.
 
     Raises:
@@ -51,49 +64,37 @@ def measure(
     """
     if max(product.rows * product.inputs, product.rows * product.outputs) > MOST:
         return {}
-    if tiles is None:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        tiles = promising(product.rows, product.outputs, processors)
+    if kernels is None:
+        kernels = candidates(product, device, tiles)
     with torch.inference_mode(False), torch.no_grad():
-        x, weights, bias = _matrices(product, device)
-        expected = library(x, weights[0], bias, product.gelu, _result(product, device))
+        x, weights, bias, added = _matrices(product, device)
+        expected = library(x, weights[0], bias, product.gelu, _result(product, device), added)
         out = _result(product, device)
 
-        def run(tile: Tile | None, number: int) -> None:
+        def run(kernel: Kernel | None, number: int) -> None:
             weight = weights[number % len(weights)]
-            if tile is None:
-                library(x, weight, bias, product.gelu, out)
+            if kernel is None:
+                default(x, weight, bias, product.gelu, added, out)
             else:
-                launch(tile, x, weight, bias, product.gelu, out)
+                launch(kernel, x, weight, bias, product.gelu, added, out)
 
-        launches: dict[Tile | None, Launch] = {None: functools.partial(run, None)}
-        for tile in tiles:
+        launches: dict[Kernel | None, Launch] = {None: functools.partial(run, None)}
+        for kernel in kernels:
             try:
-                launch(tile, x, weights[0], bias, product.gelu, out.fill_(float("nan")))
+                launch(kernel, x, weights[0], bias, product.gelu, added, out.fill_(float("nan")))
                 right = agrees(out, expected)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # a compiler or a device that does not take it: torch's own kernel does
-                log.warning("vitcg does not run %s in %s: %s: %s", product, tile, type(error).__name__, error)
+            except Exception as error:  # a compiler, a library or a device that does not take it: the default does
+                log.warning("vitcg does not run %s in %s: %s: %s", product, kernel, type(error).__name__, error)
                 continue
             if right:
-                launches[tile] = functools.partial(run, tile)
+                launches[kernel] = functools.partial(run, kernel)
             else:
-                log.warning("vitcg does not run %s in %s: its result is not that of torch", product, tile)
+                log.warning("vitcg does not run %s in %s: its result is not that of torch", product, kernel)
+        if len(launches) == 1:
+            return {}
         return dict(zip(launches, (clock or device_seconds)(list(launches.values())), strict=True))
-
-
-def library(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> Tensor:
-    """Torch's own product into `out`; arguments as `triton_product.launch` takes them, a GELU only with a bias.
-
-    Into a given result, as compiled code calls it: that is what autocast leaves alone.
-    """
-    turned = weight.t()
-    if bias is None:
-        return torch.mm(x, turned, out=out)
-    if gelu:
-        return torch.ops.aten._addmm_activation.out(bias, x, turned, use_gelu=True, out=out)
-    return torch.addmm(bias, x, turned, out=out)
 
 
 def agrees(result: Tensor, expected: Tensor) -> bool:
@@ -111,8 +112,8 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
     return bool(torch.stack([error <= most for error, most in norms]).all())  # NaN is not
 
 
-def _matrices(product: Product, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Seeded rows, several weights one after the other in one piece of memory, and a bias."""
+def _matrices(product: Product, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+    """Seeded rows, several weights one after the other in one piece of memory, a bias, and what is added."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -121,7 +122,9 @@ def _matrices(product: Product, device: torch.device) -> tuple[Tensor, list[Tens
     size = product.outputs * product.inputs
     count = max(1, min(_COLD // size, _LAUNCHES))
     weights = normal(count, product.outputs, product.inputs).mul_(product.inputs**-0.5)
-    return normal(product.rows, product.inputs), list(weights), normal(product.outputs) if product.biased else None
+    bias = normal(product.outputs) if product.biased else None
+    added = normal(product.rows, product.outputs) if product.added else None
+    return normal(product.rows, product.inputs), list(weights), bias, added
 
 
 def _result(product: Product, device: torch.device) -> Tensor:

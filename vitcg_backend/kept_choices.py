@@ -1,4 +1,4 @@
-"""Measured choices on disk, one small JSON file for each device and set of versions.
+"""Measured choices of kernels on disk, one small JSON file for each kind, device and set of versions.
 
     {"environment": {"device": "NVIDIA H200", "torch": "2.11.0+cu130", ...},
      "choices": {"heads 16/16 of 72, torch.bfloat16, 2048 rows, ...": {"kernel": "triton", "us": {"triton": 21.3, ...}}}}
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch
+from . import _torch
 
 __all__ = ["KeptChoices", "environment", "version"]
 
@@ -48,22 +48,23 @@ def version(package: str) -> str:
 
 
 class KeptChoices:
-    """The file of one environment.
+    """The file of one kind of kernels in one environment.
 
     Args:
         environment: see `environment`.
+        kind: of kernels, ``attention`` or ``products``.
         folder: where the file lies; None = below torch's own cache of compiled code.
     """
 
-    def __init__(self, environment: Mapping[str, str], folder: Path | None = None) -> None:
-        self.environment, self._folder = dict(environment), folder
+    def __init__(self, environment: Mapping[str, str], kind: str, folder: Path | None = None) -> None:
+        self.environment, self.kind, self._folder = dict(environment), kind, folder
 
     @property
     def path(self) -> Path:
         """The file."""
         folder = _torch.cache_folder() / "vitcg" if self._folder is None else self._folder
         text = json.dumps(self.environment, sort_keys=True)
-        return folder / f"attention-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return folder / f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def read(self) -> dict[str, str]:
         """The name of the kernel for each key."""
@@ -79,7 +80,7 @@ class KeptChoices:
         except FileNotFoundError:
             return {}
         except Exception as error:  # whatever it holds, it costs a measurement and no more
-            _torch.log.info("measured choices of attention kernels cannot be read: %s: %s", type(error).__name__, error)
+            _torch.log.info("measured choices of %s kernels cannot be read: %s: %s", self.kind, type(error).__name__, error)
             return {}
 
     def add(self, key: str, kernel: str, seconds: Mapping[str, float]) -> None:
@@ -90,7 +91,7 @@ class KeptChoices:
             text = json.dumps({"environment": self.environment, "choices": choices}, indent=1, sort_keys=True)
             self._replace(text)
         except Exception as error:  # a full or read-only disk
-            _torch.log.info("a measured choice of an attention kernel cannot be kept: %s: %s", type(error).__name__, error)
+            _torch.log.info("a measured choice of %s kernels cannot be kept: %s: %s", self.kind, type(error).__name__, error)
 
     def _replace(self, text: str) -> None:
         path = self.path
