@@ -26,8 +26,9 @@ from .shape import Product
 
 __all__ = ["Algorithm", "algorithms", "launch", "library_version", "reads", "unusable"]
 
-WORKSPACE = 32 << 20
-"""Most bytes that an algorithm may take to work in, as torch's on Hopper."""
+WORKSPACES = (0, 32 << 20)
+"""Most bytes that an algorithm may take to work in, one list of them after the other: with more, sums of few rows are split
+over the machine, which is not always faster, and what the library prefers without is left out of its list with."""
 
 _MOST = 8
 """Algorithms that are asked for: the library knows of about so many for a product."""
@@ -201,8 +202,13 @@ class _Plan:
         _check(setter(described, attribute, byref(value), c_size_t(sizeof(value))), f"cublasLt{kind}SetAttribute {attribute}")
 
     def _find(self) -> list[Algorithm]:
+        found = [one for space in WORKSPACES for one in self._found(space)]
+        different = dict.fromkeys((bytes(one.algo), one.workspace) for one in found)
+        return [Algorithm(data, space, place) for place, (data, space) in enumerate(different)]
+
+    def _found(self, space: int) -> list[_Found]:
         wanted = self._made("MatmulPreference")
-        self._set("MatmulPreference", wanted, _WORKSPACE_BYTES, c_uint64(WORKSPACE))
+        self._set("MatmulPreference", wanted, _WORKSPACE_BYTES, c_uint64(space))
         self._set("MatmulPreference", wanted, _REDUCTIONS, c_uint32(_IN_FLOAT32))
         for attribute in _ALIGNMENTS:
             self._set("MatmulPreference", wanted, attribute, c_uint32(_ALIGNED))
@@ -211,8 +217,7 @@ class _Plan:
         heuristic = self._lib.cublasLtMatmulAlgoGetHeuristic
         if heuristic(self._handle, self._product, *matrices, wanted, _MOST, byref(found), byref(count)):
             return []  # the library has none
-        good = [one for one in found[: count.value] if one.state == 0]
-        return [Algorithm(bytes(one.algo), one.workspace, place) for place, one in enumerate(good)]
+        return [one for one in found[: count.value] if one.state == 0]
 
     def run(
         self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, out: Tensor
