@@ -19,10 +19,9 @@ from torch import Tensor
 from vitcg_backend.kept_choices import KeptChoices
 from vitcg_backend.products import PRODUCT, Product, choice, cublaslt, measure, op, triton_product
 from vitcg_backend.products.choice import MARGIN, TILE_MARGIN, Choices, faster, name_of, named
-from vitcg_backend.products.cublaslt import Algorithm
-from vitcg_backend.products.default import library
+from vitcg_backend.products.cublaslt import Algorithm, reads
 from vitcg_backend.products.op import Kernel
-from vitcg_backend.products.triton_product import TILES, Tile, promising, reads
+from vitcg_backend.products.triton_product import TILES, Tile, promising
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
@@ -51,14 +50,11 @@ def exactly(x: Tensor, w: Tensor, b: Tensor | None, gelu: bool) -> Tensor:
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
-@pytest.mark.parametrize("adds", [True, False])
-def test_operator_on_a_cpu(biased: bool, gelu: bool, adds: bool) -> None:
-    """It is the linear layer, a tanh-GELU and rows added where they are asked for, and its fake knows the shape."""
+def test_operator_on_a_cpu(biased: bool, gelu: bool) -> None:
+    """It is the linear layer, with a tanh-GELU where one is asked for, and its fake knows the shape."""
     x, w, b = matrices(Product(5, 16, 24, torch.float32, biased, gelu))
-    added = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)) if adds else None
-    exact = exactly(x, w, b, gelu) + (0 if added is None else added.double())
-    torch.testing.assert_close(PRODUCT(x, w, b, gelu, added).double(), exact, rtol=1e-4, atol=1e-5)
-    torch.library.opcheck(PRODUCT, (x, w, b, gelu, added), test_utils=("test_schema", "test_faketensor"))
+    torch.testing.assert_close(PRODUCT(x, w, b, gelu).double(), exactly(x, w, b, gelu), rtol=1e-4, atol=1e-5)
+    torch.library.opcheck(PRODUCT, (x, w, b, gelu), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_using_ends() -> None:
@@ -100,7 +96,7 @@ def test_who_runs_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def by_torch(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
         before = len(tiles)
-        result = op._cuda(x, w, b, False, None)
+        result = op._cuda(x, w, b, False)
         assert result.shape == (x.shape[0], w.shape[0])
         return len(tiles) == before and torch.allclose(result.double(), exact[: x.shape[0]], rtol=2e-2, atol=2e-2)
 
@@ -112,36 +108,11 @@ def test_who_runs_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
         shifted = torch.empty(SMALL.outputs + 1, dtype=SMALL.dtype)[1:].copy_(b)
         assert by_torch(x, w, shifted)  # an address that is no multiple of 16 bytes
     assert by_torch(x, w, b)
-
-
-def test_who_runs_a_product_with_rows_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CublasLt where it can be called and can read everything, by its rules or as chosen; else torch, in two steps."""
-    calls: list[Algorithm | None] = []
-
-    def launch(algorithm: Any, x: Tensor, weight: Tensor, bias: Any, gelu: bool, added: Tensor, out: Tensor) -> bool:
-        calls.append(algorithm)
-        library(x, weight, bias, gelu, out, added)
-        return True
-
-    monkeypatch.setattr(cublaslt, "launch", launch)
-    x, w, b = matrices(SMALL)
-    added = torch.randn(40, 72).to(SMALL.dtype)
-    exact = exactly(x, w, b, False) + added.double()
-
-    def by(x: Tensor, added: Tensor) -> list[Algorithm | None]:
-        calls.clear()
-        torch.testing.assert_close(op._cuda(x, w, b, False, added).double(), exact, rtol=3e-2, atol=3e-2)
-        return list(calls)
-
-    assert by(x, added) == []  # a CPU
-    monkeypatch.setattr(cublaslt, "unusable", lambda device: None)
-    assert by(x, added) == [None]
-    assert by(x, added.t().contiguous().t()) == []
-    with op.using({replace(SMALL, added=True): ALGORITHM, SMALL: TILES[0]}):
-        assert by(x, added) == [ALGORITHM]
-        assert by(x, added.t().contiguous().t()) == []
-    monkeypatch.setattr(cublaslt, "launch", lambda *args: False)  # the library has no algorithm
-    assert by(x, added) == []
+    algorithms: list[Algorithm] = []
+    monkeypatch.setattr(cublaslt, "launch", lambda algorithm, *args: algorithms.append(algorithm))
+    with op.using({SMALL: ALGORITHM}):
+        op._cuda(x, w, b, False)
+    assert algorithms == [ALGORITHM]
 
 
 def test_cublaslt_says_why_not() -> None:
@@ -284,10 +255,21 @@ def test_promising_tiles() -> None:
 # --- what is measured ---
 
 
-def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """A tile whose result is wrong anywhere, or that does not run, is left out with a warning; the right one is timed."""
+@pytest.fixture
+def small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of few rows are measured, too."""
+    monkeypatch.setattr(measure, "FEWEST", 1)
 
-    def launch(tile: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, added: Any, out: Tensor) -> None:
+
+def same(runs: Any) -> list[float]:
+    """A clock that says how many it was asked for."""
+    return [float(len(runs))] * len(runs)
+
+
+def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyPatch, caplog: Any, small_ones: None) -> None:
+    """A kernel whose result is wrong anywhere, or that does not run, is left out with a warning; the right one is timed."""
+
+    def launch(tile: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
         if tile == TILES[3]:
             raise RuntimeError("no such tile")
         out.copy_(F.linear(x, weight, bias))
@@ -298,48 +280,60 @@ def test_a_result_that_is_not_torchs_is_no_candidate(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(measure, "launch", launch)
     with caplog.at_level("WARNING", logger="vitcg_backend"):
-        times = measure.measure(SMALL, CPU, kernels=TILES, clock=lambda runs: [float(len(runs))] * len(runs))
+        times = measure.measure(SMALL, CPU, kernels=TILES, sieve=same, clock=same)
     assert times == {None: 2.0, TILES[2]: 2.0}
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
+        f"vitcg does not run {SMALL} in {TILES[3]}: RuntimeError: no such tile",
         f"vitcg does not run {SMALL} in {TILES[0]}: its result is not that of torch",
         f"vitcg does not run {SMALL} in {TILES[1]}: its result is not that of torch",
-        f"vitcg does not run {SMALL} in {TILES[3]}: RuntimeError: no such tile",
     ]
 
 
-def test_the_clock_gets_each_candidates_own_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of a launch's number: each runs its own kernel, on weights in turn."""
+def test_the_clocks_get_each_candidates_own_launch(monkeypatch: pytest.MonkeyPatch, small_ones: None) -> None:
+    """Functions of a launch's number, on weights in turn: the short round all, the long one torch's and the three fastest."""
+    kernels = [Algorithm(bytes([number]) * 64, 0, number) for number in range(5)]
+    rough = dict(zip(kernels, (3.0, 1.0, 5.0, 2.0, 4.0), strict=True))
     seen: list[tuple[Kernel, int]] = []
 
-    def launch(tile: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, added: Any, out: Tensor) -> None:
-        seen.append((tile, weight.data_ptr()))
+    def launch(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
+        seen.append((kernel, weight.data_ptr()))
         out.copy_(F.linear(x, weight, bias))
 
-    def clock(runs: Any) -> list[float]:
+    def run_all(runs: Any) -> list[Kernel]:
         seen.clear()
         for run in runs:
             run(0)
             run(1)
-        return [0.0] * len(runs)
+        assert len({address for _, address in seen}) == 2
+        return [kernel for kernel, _ in seen[::2]]
+
+    def sieve(runs: Any) -> list[float]:
+        assert run_all(runs) == kernels
+        return list(rough.values())
+
+    def clock(runs: Any) -> list[float]:
+        assert len(runs) == 4
+        assert run_all(runs[1:]) == [kernels[1], kernels[3], kernels[0]]
+        return [0.0, 1.0, 2.0, 3.0]
 
     monkeypatch.setattr(measure, "launch", launch)
-    measure.measure(SMALL, CPU, kernels=TILES[:2], clock=clock)
-    assert [tile for tile, _ in seen] == [TILES[0], TILES[0], TILES[1], TILES[1]]
-    assert len({address for _, address in seen}) == 2
+    times = measure.measure(SMALL, CPU, kernels=kernels, sieve=sieve, clock=clock)
+    assert times == {None: 0.0, kernels[1]: 1.0, kernels[3]: 2.0, kernels[0]: 3.0}
 
 
-def test_what_is_too_large_is_not_measured() -> None:
-    """It would take memory."""
+def test_what_is_too_small_or_too_large_is_not_measured() -> None:
+    """There is nothing to win, or it would take memory."""
     assert measure.measure(Product(measure.MOST, 256, 256, torch.bfloat16, False, False), CPU, kernels=TILES) == {}
+    assert measure.measure(Product(measure.FEWEST - 1, 256, 256, torch.bfloat16, False, False), CPU, kernels=TILES) == {}
 
 
-def test_the_global_random_numbers_stay() -> None:
+def test_the_global_random_numbers_stay(small_ones: None) -> None:
     """Measuring draws from a generator of its own."""
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    measure.measure(SMALL, CPU, kernels=(), clock=lambda runs: [0.0])
+    measure.measure(SMALL, CPU, kernels=(), sieve=same, clock=same)
     assert torch.equal(torch.rand(1), expected)
 
 

@@ -35,9 +35,9 @@ class Options:
             the uncaptured pieces, and the faster one serves.
         attention: kernel of the packed attention; ``auto`` = on a GPU the fastest of those that can run there, measured once
             for each size and kept on disk, elsewhere ``sdpa``.
-        matmul: kernels of the matrix products; ``auto`` = on an NVIDIA GPU in half precision residuals are added in their
-            epilogue, and in a capture each runs in the fastest of cublasLt's algorithms, measured once for each of its sizes
-            and kept on disk; ``max-autotune`` = the same with Triton kernels of ours among the candidates; ``torch`` = torch's.
+        matmul: kernels of the matrix products; ``auto`` = in half precision on an NVIDIA GPU, and in a capture, each in the
+            fastest of cublasLt's algorithms, measured once for each of its sizes and kept on disk; ``max-autotune`` = with
+            Triton kernels of ours among the candidates; ``torch`` = torch's.
         capture: ``lazy`` = a bucket is captured at its first use; ``warmup`` = only by `vitcg_backend.warmup`; ``never`` =
             always the uncaptured pieces.
         memory_limit_mib: cap in MiB of the static buffers and graph pools of one tower; ``None`` = no cap. Over it the

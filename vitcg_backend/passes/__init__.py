@@ -29,7 +29,6 @@ from .patch_conv_to_matmul import patch_conv_to_matmul
 from .program import Program, UniquePiece
 from .prologue_on_host import prologue_on_host
 from .prove_padding import Gather, Proof, prove_padding, prove_prologue
-from .residual_epilogue import residual_epilogue
 from .split_at_attention import split_at_attention
 from .take_out_checks import Checks, take_out_checks
 from .write_out_of_place import write_out_of_place
@@ -42,7 +41,7 @@ TORCH_REWRITES = (gelu_epilogue,)
 ATEN_REWRITES = (patch_conv_to_matmul, align_products)
 """Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them.
 
-But with ``matmul="torch"``, `measure_products` and `residual_epilogue` come after them.
+But with ``matmul="torch"``, `measure_products` comes after them.
 """
 
 MAX_PIECES = 512
@@ -252,7 +251,7 @@ def _compile_piece(
     for rewrite in ATEN_REWRITES if compiled else ():
         aten = rewrite(aten)
     if compiled and options.matmul != "torch":
-        aten = residual_epilogue(measure_products(aten, symbols=symbols), symbols=symbols)
+        aten = measure_products(aten, symbols=symbols)
     products = products_of(aten, symbols)
     dump(f"piece{number}_aten", aten)
     function = _torch.compile_piece(aten, symbols.mode) if compiled else _run_eager(piece.gm)

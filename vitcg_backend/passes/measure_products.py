@@ -2,11 +2,11 @@
 
 Why: cuBLAS picks its kernel by rules, and at many sizes another of its own is faster: on an H200 by up to 8 % at 8000 rows of
 a Qwen3-VL tower, 17 % at 16128. All sizes are known when a bucket is captured, so each product is timed once for each of
-them, and runs in what was fastest (`vitcg_backend.products`). Uncaptured calls, of any size, run the default.
+them, and runs in what was fastest (`vitcg_backend.products`). Uncaptured calls, of any size, run torch's own.
 
 Numerics: the same sums in float32, added up in another order where another kernel runs: within the error budget, not
 bit-equal, and by a clock, whose choices are kept on disk; without that file two processes may differ.
-`torch.use_deterministic_algorithms` keeps the default. It changes no piece that runs eagerly.
+`torch.use_deterministic_algorithms` keeps torch's own. It changes no piece that runs eagerly.
 
 Preconditions: after `align_products`, which makes sizes multiples of 16 bytes.
 
@@ -21,7 +21,7 @@ Before::
 
 After::
 
-    %y = vitcg.product(%x, %w, %b, True, None)
+    %y = vitcg.product(%x, %w, %b, True)
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def products_of(gm: fx.GraphModule, symbols: Symbols) -> list[tuple[int, Product
     found = []
     for node in gm.graph.nodes:
         if node.target is PRODUCT:
-            x, weight, bias, gelu, added = node.args
+            x, weight, bias, gelu = node.args
             rows, (outputs, inputs) = _rows_of(x.meta["val"], symbols), weight.meta["val"].shape
             assert rows is not None  # else it had not been rewritten
-            found.append((rows, Product(0, outputs, inputs, x.meta["val"].dtype, bias is not None, gelu, added is not None)))
+            found.append((rows, Product(0, outputs, inputs, x.meta["val"].dtype, bias is not None, gelu)))
     return found
 
 
@@ -106,6 +106,6 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     first = _PRODUCTS[node.target]
     bias = node.args[0] if first else None
     with adding_before(node) as add:
-        product = add(PRODUCT, node.args[first], node.args[first + 1].args[0], bias, bool(node.kwargs), None)
+        product = add(PRODUCT, node.args[first], node.args[first + 1].args[0], bias, bool(node.kwargs))
     node.replace_all_uses_with(product)
     graph.erase_node(node)

@@ -29,11 +29,11 @@ MARGIN = 0.02  # another of cublasLt's algorithms has to be faster by this share
 TILE_MARGIN = 0.05  # and a kernel of ours by this one: in a tower less than that is left
 
 Times = Mapping[Kernel | None, float]
-"""Seconds of each kernel that gave the right result, and under None of the default; empty where nothing was measured."""
+"""Seconds of each kernel that gave the right result, and under None of torch's own; empty where nothing was measured."""
 
 
 def faster(times: Times) -> Kernel | None:
-    """The fastest kernel of those that are faster than the default by their margin; None for the default."""
+    """The fastest kernel of those that are faster than torch's own by their margin; None for torch's own."""
 
     def wins(kernel: Kernel) -> bool:
         return times[kernel] <= (1 - (TILE_MARGIN if isinstance(kernel, Tile) else MARGIN)) * times[None]
@@ -45,7 +45,7 @@ def name_of(kernel: Kernel | None) -> str:
     """A kernel as it stands in the file of `KeptChoices`."""
     if isinstance(kernel, cublaslt.Algorithm):
         return f"cublasLt {kernel.place} {kernel.workspace} {kernel.data.hex()}"
-    return "default" if kernel is None else str(kernel)
+    return "torch" if kernel is None else str(kernel)
 
 
 def named(name: str) -> Kernel | None:
@@ -54,7 +54,7 @@ def named(name: str) -> Kernel | None:
     Raises:
         ValueError: it is none.
     """
-    if name == "default":
+    if name == "torch":
         return None
     if name.startswith("cublasLt "):
         _, place, workspace, data = name.split()
@@ -92,7 +92,7 @@ class Choices:
         self._lock = threading.Lock()
 
     def settle(self, products: Iterable[Product], device: torch.device, tiles: bool = False) -> dict[Product, Kernel]:
-        """Measure what is new among `products` on a device, the current one; the kernels of those that do not run by default.
+        """Measure what is new among `products` on a device, the current one; the kernels that are to run in place of torch's.
 
         With `tiles` our own kernel is tried, too. Nothing is chosen by a clock where the user wants
         `torch.use_deterministic_algorithms`.
@@ -123,10 +123,10 @@ class Choices:
                 pass  # not measured yet, or a file that somebody has edited
         times = self._measure(product, device, tiles)
         kernel = faster(times)
-        text = ", ".join(f"{name or 'default'} {seconds * 1e6:.1f} us" for name, seconds in times.items())
-        log.info("%s: %s; captured in %s", product, text or "not measured", kernel or "the default")
+        text = ", ".join(f"{name or 'torch'} {seconds * 1e6:.1f} us" for name, seconds in times.items())
+        log.info("%s: %s; captured in %s", product, text or "not measured", kernel or "torch's own")
         if times and self._kept is not None:
-            self._kept(device).add(key, name_of(kernel), {str(name or "default"): s for name, s in times.items()})
+            self._kept(device).add(key, name_of(kernel), {str(name or "torch"): s for name, s in times.items()})
         return kernel
 
 

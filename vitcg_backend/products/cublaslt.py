@@ -1,7 +1,6 @@
-"""Products by cublasLt itself, the library that torch calls: any of its algorithms, and a matrix added in the epilogue.
+"""Products by cublasLt, the library that torch calls, in any of its algorithms: torch runs the first that its rules name.
 
-Torch runs the first algorithm that the library's rules name, and of its epilogues the bias and the GELU. The functions here
-are those of cublasLt.h (CUDA toolkit, "Using the cublasLt API"), called through ctypes in the copy that torch has loaded.
+The functions are those of cublasLt.h (CUDA toolkit, "Using the cublasLt API"), in the copy that torch has loaded.
 The library counts matrices by columns, so that rows one after the other are columns to it: ``out.T = weight @ x.T``.
 
 Numerics: sums in float32, as torch's. Sums of parts of the inputs (split-K) are added up in float32, too: torch by default
@@ -103,7 +102,7 @@ def library_version() -> str:
     return "none" if library is None else str(library.cublasLtGetVersion())
 
 
-def reads(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> bool:
+def reads(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are matrices of rows one after the other, the vector in one piece, as aligned as the kernels want them."""
     size = x.element_size()
     matrices = all(
@@ -111,43 +110,30 @@ def reads(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) 
         for t in (x, weight)
     )
     vector = bias is None or (bias.stride(0) == 1 and bias.data_ptr() % _ALIGNED == 0)
-    rows = added is None or (added.is_contiguous() and added.data_ptr() % _ALIGNED == 0)
-    return matrices and vector and rows and x.shape[0] > 0 and weight.shape[0] * size % _ALIGNED == 0
+    return matrices and vector and x.shape[0] > 0 and weight.shape[0] * size % _ALIGNED == 0
 
 
 def algorithms(product: Product, device: torch.device) -> list[Algorithm]:
     """What the library has for a product on a device, the current one, what its rules prefer first."""
-    return _plan(product, product.inputs, product.inputs, device.index).algorithms
+    return _plan(product, product.inputs, product.inputs, device.index).algorithms()
 
 
-def launch(
-    algorithm: Algorithm | None, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, added: Tensor | None, out: Tensor
-) -> bool:
-    """``x @ weight.T + bias``, a tanh-GELU where `gelu` is set, ``+ added``, all on the float32 sums, into `out`.
+def launch(algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out: Tensor) -> None:
+    """``x @ weight.T + bias``, with a tanh-GELU on the float32 sums where `gelu` is set, into `out`.
 
     Args:
-        algorithm: which; None = the library's own choice.
+        algorithm: which.
         x: float16 or bfloat16 ``[rows, inputs]`` on the current device; the others likewise. See `reads`.
         weight: ``[outputs, inputs]``.
         bias: ``[outputs]``, or None.
         gelu: apply the activation.
-        added: ``[rows, outputs]``, or None.
         out: contiguous ``[rows, outputs]``.
-
-    Returns:
-        Whether it was done: with `algorithm` None the library may have none.
 
     Raises:
         RuntimeError: the library refuses.
     """
-    product = Product(x.shape[0], weight.shape[0], x.shape[1], x.dtype, bias is not None, gelu, added is not None)
-    plan = _plan(product, x.stride(0), weight.stride(0), x.device.index)
-    if algorithm is None:
-        if not plan.algorithms:
-            return False
-        algorithm = plan.algorithms[0]
-    plan.run(algorithm, x, weight, bias, added, out)
-    return True
+    product = Product(x.shape[0], weight.shape[0], x.shape[1], x.dtype, bias is not None, gelu)
+    _plan(product, x.stride(0), weight.stride(0), x.device.index).run(algorithm, x, weight, bias, out)
 
 
 def _check(status: int, what: str) -> None:
@@ -186,7 +172,6 @@ class _Plan:
         self._weight = self._layout(kind, product.inputs, product.outputs, weight_row)
         self._x = self._layout(kind, product.inputs, product.rows, row)
         self._out = self._layout(kind, product.outputs, product.rows, product.outputs)
-        self.algorithms = self._find()
 
     def _made(self, kind: str, *args: Any) -> c_void_p:
         made = c_void_p()
@@ -201,7 +186,8 @@ class _Plan:
         setter = getattr(self._lib, f"cublasLt{kind}SetAttribute")
         _check(setter(described, attribute, byref(value), c_size_t(sizeof(value))), f"cublasLt{kind}SetAttribute {attribute}")
 
-    def _find(self) -> list[Algorithm]:
+    def algorithms(self) -> list[Algorithm]:
+        """See the function of this name."""
         found = [one for space in WORKSPACES for one in self._found(space)]
         different = dict.fromkeys((bytes(one.algo), one.workspace) for one in found)
         return [Algorithm(data, space, place) for place, (data, space) in enumerate(different)]
@@ -219,21 +205,17 @@ class _Plan:
             return []  # the library has none
         return [one for one in found[: count.value] if one.state == 0]
 
-    def run(
-        self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, out: Tensor
-    ) -> None:
+    def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Enqueue it on the current stream. The memory to work in comes from torch, in stream order."""
         algo = (c_uint64 * 8).from_buffer_copy(algorithm.data)
         space = torch.empty(algorithm.workspace, dtype=torch.uint8, device=x.device) if algorithm.workspace else None
-        before = out if added is None else added
         with self._lock:
             if bias is not None:
                 self._set("MatmulDesc", self._product, _BIAS_POINTER, c_void_p(bias.data_ptr()))
             status = self._lib.cublasLtMatmul(
                 self._handle, self._product,
                 byref(_ONE), c_void_p(weight.data_ptr()), self._weight, c_void_p(x.data_ptr()), self._x,
-                byref(_ZERO if added is None else _ONE), c_void_p(before.data_ptr()), self._out,
-                c_void_p(out.data_ptr()), self._out,
+                byref(_ZERO), c_void_p(out.data_ptr()), self._out, c_void_p(out.data_ptr()), self._out,
                 byref(algo), c_void_p(None if space is None else space.data_ptr()), c_size_t(algorithm.workspace),
                 c_void_p(_torch.raw_stream(x.device)),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Times of a product on the device: the default, and the kernels that give the same result."""
+"""Times of a product on the device: torch's own, and of the kernels that give its result those that may be the fastest."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ from torch import Tensor
 
 from .. import _torch
 from . import cublaslt, triton_product
-from .default import default, library
+from .library import library
 from .op import Kernel, launch
 from .shape import Product
-from .triton_product import promising
 
 __all__ = ["agrees", "candidates", "device_seconds", "measure"]
 
 log = _torch.log
 
 Launch = Callable[[int], Any]
+Clock = Callable[[Sequence[Launch]], list[float]]
+
+FEWEST = 1024
+"""Rows of the smallest product that is measured: with fewer the library's first algorithm is within 2 % of the best."""
 
 MOST = 2**27
 """Elements of the largest matrix of rows that is measured: above it measuring takes too much memory."""
 
+_FINALISTS = 3  # kernels that are timed for long, after one short round of all
 _COLD = 2**25  # elements of the weights that launches take in turn: more than the L2 cache holds, as a tower's are
 _LAUNCHES = 6
 _ROUNDS = 3
 _ROUND_S = 4e-4  # of long launches, fewer make a round
+_LEAD_S = 1e-4  # in which the host gets ahead of the device by the launches of a short round
 
 
 def candidates(product: Product, device: torch.device, tiles: bool) -> list[Kernel]:
-    """Kernels that may be faster than the default on a device, the current one; with `tiles` two of our own are among them."""
+    """Kernels that may be faster than torch's on a device, the current one; with `tiles` two of our own are among them."""
     found: list[Kernel] = list(cublaslt.algorithms(product, device))
-    if tiles and not product.added and triton_product.unusable(device) is None:
-        found += promising(product.rows, product.outputs, torch.cuda.get_device_properties(device).multi_processor_count)
+    if tiles and triton_product.unusable(device) is None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        found += triton_product.promising(product.rows, product.outputs, processors)
     return found
 
 
@@ -46,55 +52,64 @@ def measure(
     tiles: bool = False,
     *,
     kernels: Sequence[Kernel] | None = None,
-    clock: Callable[[Sequence[Launch]], list[float]] | None = None,
+    sieve: Clock | None = None,
+    clock: Clock | None = None,
 ) -> dict[Kernel | None, float]:
-    """Seconds of a launch by kernel, by None for the default; those left out do not run, or do not give its result.
+    """Seconds of a launch of torch's own, under None, and of the fastest few kernels that give its result.
 
-    It takes a few milliseconds and waits for the current stream, on which it works.
+    It takes some ten milliseconds and waits for the current stream, on which it works.
 
     Args:
         product: the sizes.
         device: the current device.
         tiles: see `candidates`.
         kernels: those to try; None = the candidates.
-        clock: seconds of a launch for each of several functions of its number; None = `device_seconds`.
+        sieve: rough seconds of a launch for each of several functions of its number; None = one short round.
+        clock: the same for those that are left; None = `device_seconds`.
+
+    Returns:
+        Nothing for a product that is too small or too large to be measured.
 
     Raises:
         torch.OutOfMemoryError: there is no room for the matrices.
     """
-    if max(product.rows * product.inputs, product.rows * product.outputs) > MOST:
+    if product.rows < FEWEST or max(product.rows * product.inputs, product.rows * product.outputs) > MOST:
         return {}
     if kernels is None:
         kernels = candidates(product, device, tiles)
     with torch.inference_mode(False), torch.no_grad():
-        x, weights, bias, added = _matrices(product, device)
-        expected = library(x, weights[0], bias, product.gelu, _result(product, device), added)
-        out = _result(product, device)
+        x, weights, bias = _matrices(product, device)
+        expected, out = (x.new_empty(product.rows, product.outputs) for _ in range(2))
+        library(x, weights[0], bias, product.gelu, expected)
 
         def run(kernel: Kernel | None, number: int) -> None:
             weight = weights[number % len(weights)]
             if kernel is None:
-                default(x, weight, bias, product.gelu, added, out)
+                library(x, weight, bias, product.gelu, out)
             else:
-                launch(kernel, x, weight, bias, product.gelu, added, out)
+                launch(kernel, x, weight, bias, product.gelu, out)
 
-        launches: dict[Kernel | None, Launch] = {None: functools.partial(run, None)}
+        launches: dict[Kernel, Launch] = {}
         for kernel in kernels:
             try:
-                launch(kernel, x, weights[0], bias, product.gelu, added, out.fill_(float("nan")))
-                right = agrees(out, expected)
+                run(kernel, 0)
+                launches[kernel] = functools.partial(run, kernel)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # a compiler, a library or a device that does not take it: the default does
+            except Exception as error:  # a compiler, a library or a device that does not take it: torch's own does
                 log.warning("vitcg does not run %s in %s: %s: %s", product, kernel, type(error).__name__, error)
-                continue
-            if right:
-                launches[kernel] = functools.partial(run, kernel)
+        rough = dict(zip(launches, (sieve or _short_round)(list(launches.values())), strict=True))
+        runs: dict[Kernel | None, Launch] = {None: functools.partial(run, None)}
+        for kernel in sorted(rough, key=rough.__getitem__):
+            if len(runs) > _FINALISTS:
+                break
+            out.fill_(float("nan"))
+            run(kernel, 0)
+            if agrees(out, expected):
+                runs[kernel] = launches[kernel]
             else:
                 log.warning("vitcg does not run %s in %s: its result is not that of torch", product, kernel)
-        if len(launches) == 1:
-            return {}
-        return dict(zip(launches, (clock or device_seconds)(list(launches.values())), strict=True))
+        return dict(zip(runs, (clock or device_seconds)(list(runs.values())), strict=True))
 
 
 def agrees(result: Tensor, expected: Tensor) -> bool:
@@ -112,8 +127,8 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
     return bool(torch.stack([error <= most for error, most in norms]).all())  # NaN is not
 
 
-def _matrices(product: Product, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
-    """Seeded rows, several weights one after the other in one piece of memory, a bias, and what is added."""
+def _matrices(product: Product, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Seeded rows, several weights one after the other in one piece of memory, and a bias."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -122,13 +137,12 @@ def _matrices(product: Product, device: torch.device) -> tuple[Tensor, list[Tens
     size = product.outputs * product.inputs
     count = max(1, min(_COLD // size, _LAUNCHES))
     weights = normal(count, product.outputs, product.inputs).mul_(product.inputs**-0.5)
-    bias = normal(product.outputs) if product.biased else None
-    added = normal(product.rows, product.outputs) if product.added else None
-    return normal(product.rows, product.inputs), list(weights), bias, added
+    return normal(product.rows, product.inputs), list(weights), normal(product.outputs) if product.biased else None
 
 
-def _result(product: Product, device: torch.device) -> Tensor:
-    return torch.empty(product.rows, product.outputs, dtype=product.dtype, device=device)
+def _short_round(runs: Sequence[Launch]) -> list[float]:
+    """Seconds of a launch of each of `runs`, of two."""
+    return [_round(run, 2, _LEAD_S)[0] for run in runs]
 
 
 def device_seconds(runs: Sequence[Launch]) -> list[float]:
@@ -137,13 +151,13 @@ def device_seconds(runs: Sequence[Launch]) -> list[float]:
     In turns and in alternating order, as `costs.seconds` does it and for the same reason. A launch takes the host longer than
     a small product the device, which therefore is kept busy until the host is ahead.
     """
-    first = [_round(run, _LAUNCHES, 0.0) for run in runs]
+    first = [_round(run, 2, 0.0) for run in runs]
     launches = [max(2, min(_LAUNCHES, int(_ROUND_S / device))) for device, _ in first]
     best = [float("inf")] * len(runs)
     for number in range(_ROUNDS):
         order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
         for index in order:
-            took, _ = _round(runs[index], launches[index], 1.5 * first[index][1])
+            took, _ = _round(runs[index], launches[index], 0.75 * first[index][1] * launches[index])
             best[index] = min(best[index], took)
     return best
 

@@ -11,13 +11,7 @@ __all__ = ["Product"]
 
 @dataclass(frozen=True)
 class Product:
-    """The sizes of ``[rows, inputs] @ [outputs, inputs].T``, its dtype, and what is done with the sums in the epilogue.
-
-    Attributes:
-        biased: one number an output is added.
-        gelu: then a tanh-GELU is applied.
-        added: then a matrix ``[rows, outputs]`` is added.
-    """
+    """The sizes of ``[rows, inputs] @ [outputs, inputs].T``, its dtype, and whether it has a bias and a tanh-GELU."""
 
     rows: int
     outputs: int
@@ -25,8 +19,7 @@ class Product:
     dtype: torch.dtype
     biased: bool
     gelu: bool
-    added: bool = False
 
     def __str__(self) -> str:
-        ends = f"{' + bias' if self.biased else ''}{', GELU' if self.gelu else ''}{' + rows' if self.added else ''}"
+        ends = f"{' + bias' if self.biased else ''}{', GELU' if self.gelu else ''}"
         return f"{self.rows}x{self.inputs} @ {self.inputs}x{self.outputs}{ends} ({str(self.dtype).removeprefix('torch.')})"

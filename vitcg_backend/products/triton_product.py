@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TILES", "Tile", "launch", "promising", "reads", "unusable"]
+__all__ = ["TILES", "Tile", "launch", "promising", "unusable"]
 
 _GROUP = 8  # tiles of rows between two turns to the next columns
-_ALIGNED = 16  # bytes: where a row that TMA reads has to begin
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,6 @@ def unusable(device: torch.device) -> str | None:
     return _import_triton()[2]
 
 
-def reads(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel can read these where they lie, ``[rows, inputs]``, ``[outputs, inputs]``, ``[outputs]``."""
-    size = x.element_size()
-    matrices = all(
-        t.stride(1) == 1 and t.stride(0) >= t.shape[1] and t.stride(0) * size % _ALIGNED == 0 and t.data_ptr() % _ALIGNED == 0
-        for t in (x, weight)
-    )
-    vector = bias is None or (bias.stride(0) == 1 and bias.data_ptr() % _ALIGNED == 0)
-    return matrices and vector and x.shape[0] > 0 and weight.shape[0] * size % _ALIGNED == 0
-
-
 def promising(rows: int, outputs: int, processors: int) -> list[Tile]:
     """The two of `TILES` that should take least, by how many turns the multiprocessors take and how long one lasts."""
 
@@ -90,7 +78,7 @@ def launch(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: boo
 
     Args:
         tile: how it is compiled.
-        x: float16 or bfloat16 ``[rows, inputs]``; the others likewise. See `reads`.
+        x: float16 or bfloat16 ``[rows, inputs]``; the others likewise. See `cublaslt.reads`.
         weight: ``[outputs, inputs]``.
         bias: ``[outputs]``, or None.
         gelu: apply the activation.
