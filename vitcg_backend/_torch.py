@@ -894,6 +894,12 @@ def capture_stream(device_index: int) -> Any:
     return torch.cuda.Stream(device_index)
 
 
+@functools.cache
+def second_capture_stream(device_index: int) -> Any:
+    """The stream for what a capture runs beside the rest."""
+    return torch.cuda.Stream(device_index)
+
+
 def keep_busy(seconds: float) -> None:
     """Let the current stream do nothing for at least so many seconds (torch/cuda/__init__.py, `_sleep`, which counts cycles).
 

@@ -34,6 +34,10 @@ _serial = itertools.count()
 _one_capture = threading.Lock()  # the capture stream of a device is shared
 _MAX_VIEWS = 64
 
+BESIDE = 4096
+"""Most rows (patches) of a capture whose deepstack mergers run beside its layers: with more, each kernel fills the device by
+itself, and what runs beside takes memory of its own."""
+
 
 def run_body(
     body: CompiledBody,
@@ -43,6 +47,7 @@ def run_body(
     segments: dict[int, Tensor],
     kernels: dict[int, VarlenKernel],
     bounds: dict[int, SegmentBounds],
+    beside: Any = None,
 ) -> list[Any]:
     """Run the program of a body: pieces and attention in order.
 
@@ -54,6 +59,7 @@ def run_body(
         segments: metadata index -> attention metadata.
         kernels: metadata index -> the attention kernel of its segments.
         bounds: metadata index -> its bounds.
+        beside: a CUDA stream for the steps that no later one reads, None to run them in their place.
 
     Returns:
         The results of the graph, in order.
@@ -65,6 +71,7 @@ def run_body(
     for slot, tensor in zip(program.metadata, tensors, strict=True):
         slots[slot] = tensor
     functions = body.functions
+    aside: list[list[Any]] = []  # arguments of what runs beside: their memory is in use until that is done
     for step in program.steps:
         if isinstance(step, AttentionStep):
             slots[step.output] = kernels[step.segments].forward(
@@ -79,12 +86,20 @@ def run_body(
             arguments = [n, *[slots[i] for i in step.inputs]]
             for slot in step.free:  # a piece gives memory back as soon as it is done with it, if nobody else holds it
                 slots[slot] = None
-            results = functions[step.piece](arguments)
+            if step.aside and beside is not None:
+                aside.append(list(arguments))
+                beside.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(beside):
+                    results = functions[step.piece](arguments)
+            else:
+                results = functions[step.piece](arguments)
             for slot, result in zip(step.outputs, results, strict=True):
                 slots[slot] = result
             del results, arguments
         for slot in step.free:
             slots[slot] = None
+    if aside:
+        torch.cuda.current_stream().wait_stream(beside)
     return [_result(kind, what, slots, args, tensors) for kind, what in program.outputs]
 
 
@@ -256,14 +271,14 @@ class Capture:
                 tail = tensor.narrow(axis, real, tensor.shape[axis] - real)
                 tail.copy_(tail.flip(axis))
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        """The body on the static inputs and a call's parameters, uncaptured."""
+    def run(self, args: Sequence[Any], beside: Any = None) -> list[Any]:
+        """The body on the static inputs and a call's parameters, uncaptured; see `run_body` for `beside`."""
         static = list(args)
         static[self.body.bound.pixels] = self.pixels
         self.batch.give(static)
         n = self.bucket.tokens
         with torch.no_grad():  # the graph of a function that is itself under `no_grad` is called in grad mode
-            return run_body(self.body, static, n, self.tensors, self.segments, self.kernels, self.bounds)
+            return run_body(self.body, static, n, self.tensors, self.segments, self.kernels, self.bounds, beside)
 
     def record(self, args: Sequence[Any], pool: Any) -> None:
         """Warm up on a side stream, then capture into `pool`; nothing on a CPU, where `replay` calls the pieces.
@@ -281,16 +296,17 @@ class Capture:
 
     def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
         current, side = torch.cuda.current_stream(), _torch.capture_stream(torch.cuda.current_device())
+        beside = _torch.second_capture_stream(side.device_index) if self.bucket.patches <= BESIDE else None
         with _one_capture, torch.cuda.stream(side):
             side.wait_stream(current)
             # The first run compiles and loads what is lazy outside the capture.
-            with _torch.pool_held(pool, side.device_index, lambda: self.run(args)):
+            with _torch.pool_held(pool, side.device_index, lambda: self.run(args, beside)):
                 side.synchronize()
                 _torch.release_workspaces()
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    results = self.run(args)
+                    results = self.run(args, beside)
                 except BaseException:
                     _torch.end_failed_capture(graph, pool, side)
                     raise

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vitcg_backend
-from vitcg_backend import backend, runtime, testing
+from vitcg_backend import _torch, backend, capture, runtime, testing
 from vitcg_backend.attention import KERNELS
 from vitcg_backend.backend import replay_of
 
@@ -52,6 +52,55 @@ def test_calls_are_served_by_cuda_graphs(name: str, inner: str) -> None:
     assert vitcg_backend.stats(tower).hits == vitcg_backend.stats(tower).calls == 2 * len(LAYOUTS)
     assert captures(tower)
     assert all(c.graph is not None for c in captures(tower))
+
+
+def test_what_runs_beside_the_layers_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deepstack features of small captures come from a second stream: the bits are those of one stream, call after call."""
+    asked: list[int] = []
+    stream = _torch.second_capture_stream
+    monkeypatch.setattr(_torch, "second_capture_stream", lambda index: asked.append(index) or stream(index))
+    results: dict[int, list] = {}
+    for most in (0, 64):
+        monkeypatch.setattr(capture, "BESIDE", most)
+        torch._dynamo.reset()
+        tower, compiled = compiled_tower("qwen3_vl", inner="inductor")
+        results[most] = [check(compiled, tower, layout, seed) for _ in range(3) for seed, layout in enumerate(LAYOUTS)]
+        sizes = [c.bucket.patches for c in captures(tower)]
+        assert len(asked) == sum(size <= most for size in sizes)
+        assert vitcg_backend.stats(tower).hits == 3 * len(LAYOUTS)
+    assert 0 < len(asked) < len(sizes)
+    for one, other in zip(*results.values(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_failure_beside_the_layers_costs_the_caller_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that breaks off while the second stream is part of it is refused; the next one, of another size, is made."""
+    tower, compiled = compiled_tower("qwen3_vl", token_budgets=[16, 64])
+    body = None
+    run = capture.run_body
+
+    def fails(*args, **kwargs):
+        nonlocal body
+        body = args[0]
+        if torch.cuda.is_current_stream_capturing() and args[2] == 16:
+            original = list(body.functions)
+            aside = next(step.piece for step in body.program.steps if getattr(step, "aside", False))
+            body.functions[aside] = lambda arguments: [*original[aside](arguments), torch.zeros(1, device="cuda").item()]
+            try:
+                return run(*args, **kwargs)
+            finally:
+                body.functions[:] = original
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(capture, "run_body", fails)
+    with pytest.warns(UserWarning, match=r"does not use its bucket of 16 tokens \[capture_failed\]"):
+        check(compiled, tower, ((1, 8, 8),))
+    for _ in range(2):
+        check(compiled, tower, ((1, 8, 8),))
+        check(compiled, tower, ((1, 16, 16),))
+    seen = vitcg_backend.stats(tower)
+    assert seen.captures == 1
+    assert seen.hits >= 2
 
 
 @pytest.mark.parametrize("name", TOWERS)

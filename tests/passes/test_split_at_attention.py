@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import Module, attend, hoisted, metadata, program, targets
 
 from vitcg_backend import _torch, passes
@@ -35,16 +36,40 @@ def test_cuts_at_attention_and_shares_equal_pieces() -> None:
     assert all("varlen" not in name for p in result.pieces for name in targets(p.gm))
 
 
-def test_the_program_computes_what_the_graph_computed() -> None:
-    """Pieces and attention called in order are bit-equal to the module."""
-    module = Module(layers)
-    grid = torch.tensor([[1, 2, 3], [2, 2, 2]])
-    pixels = torch.randn(14, 8)
-    slots: dict[int, torch.Tensor] = {}
+def deepstack(m, x, g):
+    """Layers whose values between are results, too, some by way of a layer of their own, one without."""
+    cu = metadata("boundaries", g)
+    results = [x @ m.second]
+    for number in range(3):
+        x = x + attend(x @ m.weight, cu).relu() @ m.second
+        if number != 1:
+            results.append(F.linear(F.linear(x.sin(), m.weight), m.second))
+        else:
+            results.append(x.sin())
+    return x @ m.weight, *results
+
+
+def test_what_no_later_piece_reads_is_a_piece_of_its_own() -> None:
+    """If it multiplies matrices, and the level has anything else; it is shared and computes the same as everything."""
+    result = program(deepstack)
+    kinds = ["A" if isinstance(s, AttentionStep) else (s.piece, s.aside) for s in result.steps]
+    assert kinds == [(0, False), "A", (1, False), (2, True), "A", (3, False), "A", (4, False)]
+    read = [slot for step in result.steps if isinstance(step, PieceStep) and not step.aside for slot in step.inputs]
+    (aside,) = (step for step in result.steps if isinstance(step, PieceStep) and step.aside)
+    assert set(aside.outputs).isdisjoint(read)
+    assert {("slot", slot) for slot in aside.outputs} <= set(result.outputs)
+    assert not set(aside.outputs) & {slot for step in result.steps for slot in step.free}
+    computed(deepstack)
+
+
+def computed(function) -> None:
+    """The program's steps in order give the module's results, bit for bit."""
+    module, grid, pixels = Module(function), torch.tensor([[1, 2, 3], [2, 2, 2]]), torch.randn(14, 8)
     cu = torch.tensor([0, 6, 14], dtype=torch.int32)
-    graph = hoisted(layers)
+    graph = hoisted(function)
     result = split_at_attention(graph)
     inputs = {"pixels": pixels, "weight": module.weight, "second": module.second}
+    slots: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         expected = module(pixels, grid)
         for slot, position in result.arguments:
@@ -59,7 +84,15 @@ def test_the_program_computes_what_the_graph_computed() -> None:
                 slots[step.output] = torch.ops.vitcg.varlen_attention(q, k, v, cu, step.scale)
             for slot in step.free:
                 del slots[slot]
-    assert torch.equal(slots[result.outputs[0][1]], expected)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    assert len(expected) == len(result.outputs)
+    for (_, slot), tensor in zip(result.outputs, expected, strict=True):
+        assert torch.equal(slots[slot], tensor)
+
+
+def test_the_program_computes_what_the_graph_computed() -> None:
+    """Pieces and attention called in order are bit-equal to the module."""
+    computed(layers)
 
 
 def test_unrelated_graph_is_one_piece() -> None:

@@ -17,12 +17,16 @@ __all__ = ["AttentionStep", "PieceStep", "Program", "UniquePiece"]
 
 @dataclass(frozen=True)
 class PieceStep:
-    """Call piece `piece` with ``[n, *inputs]`` and keep its results in `outputs`; `free` slots are dead afterwards."""
+    """Call piece `piece` with ``[n, *inputs]`` and keep its results in `outputs`; `free` slots are dead afterwards.
+
+    With `aside` no later step reads the results: they are results of the call.
+    """
 
     piece: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     free: tuple[int, ...]
+    aside: bool = False
 
 
 @dataclass(frozen=True)

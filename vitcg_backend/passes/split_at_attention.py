@@ -9,8 +9,9 @@ Preconditions: `hoist_metadata`; attention appears as `vitcg.varlen_attention`.
 Cases: 1. the level of a node is the number of attention calls on its longest path from the inputs; a piece is all body nodes of
 one level. Dense attention (image by image, in a tower without segments) is the first operation of its piece. 2. A size is
 re-emitted as ``c * n``, so that the only size a piece takes is `n`, its first input. 3. Free nodes are sunk into each piece
-that uses them. 4. Two pieces with equal operations, constants and input shapes are one (`pieces`), called with different
-tensors.
+that uses them. 4. What of a level has matrix products, and leads to results of the call alone, is a piece of its own, as the
+mergers of deepstack features are: a capture of few rows runs it beside the layers that follow. 5. Two pieces with equal
+operations, constants and input shapes are one (`pieces`), called with different tensors.
 
 Before::
 
@@ -43,6 +44,7 @@ __all__ = ["piece_key", "split_at_attention"]
 
 _ATTENTION = (torch.ops.vitcg.varlen_attention, torch.ops.vitcg.varlen_attention.default)
 _DENSE = (torch.nn.functional.scaled_dot_product_attention,)
+_LINEAR = (torch.nn.functional.linear, torch._C._nn.linear)
 
 
 def split_at_attention(hoisted: Hoisted) -> Program:
@@ -98,22 +100,36 @@ class _Splitter:
         self, nodes: list[fx.Node], level: dict[fx.Node, int], number: int, finals: set[fx.Node]
     ) -> list[tuple[Any, list[fx.Node], list[fx.Node]]]:
         tensors = [n for n in nodes if not is_size(n.meta["val"])]
-        inside = set(tensors)
-        results = [
-            n
-            for n in tensors
-            if isinstance(n.meta["val"], Tensor) and (n in finals or any(self._outside(u, inside) for u in n.users))
-        ]
-        return [(None, tensors, results)] if results else []
+        calls = []
+        for kind, own in zip(("piece", "aside"), self._apart(tensors), strict=True):
+            inside = set(own)
+            results = [
+                n
+                for n in own
+                if isinstance(n.meta["val"], Tensor) and (n in finals or any(self._outside(u, inside) for u in n.users))
+            ]
+            calls += [(kind, own, results)] if results else []
+        return calls
+
+    def _apart(self, tensors: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes of a level that later ones depend on, and those that only results of the call do (case 4)."""
+        inside, onward = set(tensors), set[fx.Node]()
+        for node in reversed(tensors):
+            if any(self._outside(user, inside) or user in onward for user in node.users):
+                onward.add(node)
+        aside = [node for node in tensors if node not in onward]
+        if not onward or not any(node.target in _LINEAR for node in aside):
+            return tensors, []
+        return [node for node in tensors if node in onward], aside
 
     def _outside(self, user: fx.Node, inside: set[fx.Node]) -> bool:
         return user.op != "output" and user not in inside and not is_size(user.meta["val"])
 
     def _emit(self, calls: list[tuple[Any, list[fx.Node], list[fx.Node]]], finals: set[fx.Node]) -> None:
-        drafts: list[tuple[Any, list[fx.Node], list[fx.Node]]] = []
+        drafts: list[tuple[Any, list[fx.Node], list[fx.Node], bool]] = []
         for kind, nodes, results in calls:
             if kind == "attention":
-                drafts.append((nodes[0], list(nodes[0].args[:3]), results))
+                drafts.append((nodes[0], list(nodes[0].args[:3]), results, False))
                 continue
             gm, inputs = self._piece(nodes, results)
             index = self._deduplicate(gm)
@@ -121,19 +137,19 @@ class _Splitter:
             self.program.pieces[index].metadata_inputs.append(roles)
             batch = {i + 1 for i, node in enumerate(inputs) if node.meta.get("role") == Role.BATCH}
             self.program.pieces[index].batch_inputs.append(batch)
-            drafts.append((index, inputs, results))
+            drafts.append((index, inputs, results, kind == "aside"))
         last: dict[fx.Node, int] = {}
-        for position, (_, inputs, results) in enumerate(drafts):
+        for position, (_, inputs, results, _) in enumerate(drafts):
             for node in (*inputs, *results):
                 last[node] = position
-        for position, (what, inputs, results) in enumerate(drafts):
+        for position, (what, inputs, results, aside) in enumerate(drafts):
             dead = [n for n in dict.fromkeys((*inputs, *results)) if last[n] == position and self._is_temporary(n, finals)]
             free = tuple(self._slot(n) for n in dead)
             if isinstance(what, fx.Node):
                 self.program.steps.append(self._attention(what, free))
             else:
                 slots = tuple(self._slot(n) for n in inputs)
-                self.program.steps.append(PieceStep(what, slots, tuple(self._slot(n) for n in results), free))
+                self.program.steps.append(PieceStep(what, slots, tuple(self._slot(n) for n in results), free, aside))
 
     def _is_temporary(self, node: fx.Node, finals: set[fx.Node]) -> bool:
         return self.kind[node] == BODY and node.op != "placeholder" and node not in finals
