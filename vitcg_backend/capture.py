@@ -34,7 +34,7 @@ _serial = itertools.count()
 _one_capture = threading.Lock()  # the capture stream of a device is shared
 _MAX_VIEWS = 64
 
-BESIDE = 4096
+BESIDE = 2048
 """Most rows (patches) of a capture whose deepstack mergers run beside its layers: with more, each kernel fills the device by
 itself, and what runs beside takes memory of its own."""
 
