@@ -19,8 +19,8 @@ Cases: complex values that meet in an operation are a region, which is rewritten
 inputs of the graph, which do not join regions, or made by the operations of `_FORMS`: from real tensors, by products, sums
 and conjugation, or by moving numbers. 2. They leave it by `view_as_real`, or as results of the graph (`view_as_complex`), with
 the strides that the next piece expects. 3. They are complex64 or complex128, on CUDA. 4. A sum has two complex terms; a factor
-is complex, a real tensor that does not widen the product, or a real number. 5. Every region of a graph that reads memory by
-strides is left alone.
+is complex, a real number or a real tensor (not one number of higher precision, which torch rounds first). 5. Every region of a
+graph that reads memory by strides is left alone.
 
 Before::
 
@@ -102,11 +102,10 @@ def _may_be_real(node: fx.Node, forms: dict[fx.Node, fx.Node | None]) -> bool:
 
 def _reads(user: fx.Node, node: fx.Node, form: fx.Node) -> bool:
     """Whether what is not complex, or the graph's results, can have the real form; results lie as the next piece expects."""
-    value = form.meta["val"]
     if user.op == "output":
-        return _strides(node.meta["val"]) == _rows(node.meta["val"]) and _strides(value) == _rows(value)
+        return _strides(node.meta["val"]) == _rows(node.meta["val"])
     is_result = any(reader.op == "output" for reader in user.users)
-    return user.target is _AS_REAL and (not is_result or _strides(value) == _strides(user.meta["val"]))
+    return user.target is _AS_REAL and (not is_result or _strides(form.meta["val"]) == _strides(user.meta["val"]))
 
 
 def _strides(value: Tensor) -> list[Any]:
@@ -133,7 +132,8 @@ def _give_form(node: fx.Node, form: fx.Node | None) -> None:
             user.replace_all_uses_with(form)  # type: ignore[arg-type]  # every value of a region that is rewritten has one
         elif user.op == "output":
             with adding_before(node) as add:
-                user.replace_input_with(node, add(aten.view_as_complex.default, form))
+                rows = add(aten.clone.default, form, memory_format=torch.contiguous_format)
+                user.replace_input_with(node, add(aten.view_as_complex.default, rows))
 
 
 # --- the real form of each value -----------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ def _product(add: Add, node: fx.Node, real: Real) -> fx.Node | None:
     return add(aten.add.Tensor, add(aten.mul.Tensor, one, _part(add, other, 0)), add(aten.mul.Tensor, turned, mixed))
 
 
-def _scaled(add: Add, form: fx.Node, factor: Any) -> fx.Node | None:
+def _scaled(add: Add, form: fx.Node, factor: Any) -> fx.Node:
     if isinstance(factor, fx.Node) and isinstance(factor.meta["val"], Tensor):
         factor = add(aten.unsqueeze.default, factor, -1)
-    return None if isinstance(factor, complex) else add(aten.mul.Tensor, form, factor)
+    return add(aten.mul.Tensor, form, factor)
 
 
 def _sum(add: Add, node: fx.Node, real: Real) -> fx.Node | None:
