@@ -69,9 +69,12 @@ def complex_to_real(gm: fx.GraphModule, *, device_type: str = "cuda") -> fx.Grap
     for node in values:
         with adding_before(node) as add:
             forms[node] = _form(node, forms, add, device_type)
-    done = [node for region in _regions(values) if all(_may_be_real(one, forms) for one in region) for node in region]
+    done = {node for region in _regions(values) if all(_may_be_real(one, forms) for one in region) for node in region}
     unread = {*done, *(user for node in done for user in node.users if user.target is _AS_REAL)}
-    for node in done:
+    for node in (node for node in values if node in done):
+        form = forms[node]
+        if form in unread:  # a view of another region's value, and that is no longer read
+            forms[node] = forms[form.args[0]]  # type: ignore[union-attr,index]
         _give_form(node, forms[node])
     erase_unread(gm, unread | (set(gm.graph.nodes) - given))
     if done:
