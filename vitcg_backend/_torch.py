@@ -692,11 +692,14 @@ def _trace_functional(gm: fx.GraphModule, fakes: Sequence[Any]) -> fx.GraphModul
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Inductor's, except for the matmul with an activation in its epilogue, which `gelu_epilogue` puts there on purpose."""
+    """Inductor's, except for the matmul with an activation in its epilogue, which `gelu_epilogue` puts there on purpose, and
+    for `add`, which of complex numbers (the others it leaves alone) makes views of another dtype: see `complex_to_real`.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    table.pop(torch.ops.aten._addmm_activation.default, None)
+    for operator in (torch.ops.aten._addmm_activation.default, torch.ops.aten.add.Tensor):
+        table.pop(operator, None)
     return table
 
 

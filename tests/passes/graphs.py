@@ -43,7 +43,7 @@ def attend(x: Tensor, cu: Tensor) -> Tensor:
 
 
 class Module(nn.Module):
-    """A function of (self, pixels, grid) with a weight and a buffer, width 8."""
+    """A function of (self, pixels, grid) with a weight and buffers, one of them complex, width 8."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class Module(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 8, generator=generator))
         self.second = nn.Parameter(torch.randn(8, 8, generator=generator))
         self.frequencies = nn.Buffer(torch.randn(8, generator=generator))
+        self.turns = nn.Buffer(torch.randn(4, generator=generator, dtype=torch.complex64))
         self.function = function
 
     def forward(self, pixels: Tensor, grid: Tensor) -> Any:

@@ -20,6 +20,7 @@ from ..options import Options
 from ..products import Product
 from .align_products import align_products
 from .bind_tokens import Bound, bind_tokens, give_tokens
+from .complex_to_real import complex_to_real
 from .cut_tail import Tail, cut_tail
 from .gelu_epilogue import gelu_epilogue
 from .graph import Ineligible
@@ -38,7 +39,7 @@ __all__ = ["CompiledBody", "Ineligible", "PieceCache", "compile_body", "give_tok
 TORCH_REWRITES = (gelu_epilogue,)
 """Rewrites of a piece before it is traced to ATen, where an activation is still one operation."""
 
-ATEN_REWRITES = (patch_conv_to_matmul, align_products)
+ATEN_REWRITES = (complex_to_real, patch_conv_to_matmul, align_products)
 """Rewrites of the ATen piece. Each rewrite states its numerics contract; pieces that run eagerly see none of them.
 
 But with ``matmul="torch"``, `measure_products` comes after them.

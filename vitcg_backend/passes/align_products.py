@@ -31,13 +31,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .graph import adding_before, rewrite_each
+from .graph import adding_before, reads_by_strides, rewrite_each
 
 __all__ = ["align_products"]
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten._addmm_activation.default: 1}  # -> position of the first matrix
-_BY_STRIDES = {getattr(aten, name) for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")}
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 8  # elements of half precision in 16 bytes
 _LEAST = 256
@@ -50,8 +49,7 @@ def align_products(gm: fx.GraphModule, *, device_type: str = "cuda") -> fx.Graph
         gm: an ATen piece with ``meta["val"]``. It is changed.
         device_type: where the rewrite holds.
     """
-    by_strides = any(getattr(node.target, "overloadpacket", None) in _BY_STRIDES for node in gm.graph.nodes)
-    products = [] if by_strides else [node for node in gm.graph.nodes if node.target in _PRODUCTS]
+    products = [] if reads_by_strides(gm) else [node for node in gm.graph.nodes if node.target in _PRODUCTS]
     matches = [node for node in products if _matches(node, device_type)]
     return rewrite_each(gm, matches, _rewrite)
 

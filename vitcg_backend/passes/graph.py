@@ -22,12 +22,14 @@ __all__ = [
     "fake_of",
     "is_size",
     "made_from",
+    "reads_by_strides",
     "rows_of",
     "source_line",
     "token_axes",
     "where",
 ]
 
+_BY_STRIDES = {getattr(torch.ops.aten, name) for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")}
 HINT = 256
 """Size hint of the private token symbol: the same for every graph, so that the first image seen decides nothing."""
 
@@ -140,6 +142,11 @@ def rewrite_each(
         gm.graph.lint()
         gm.recompile()
     return gm
+
+
+def reads_by_strides(gm: fx.GraphModule) -> bool:
+    """Whether an operation of an ATen graph was traced for the way its argument lies in memory."""
+    return any(getattr(node.target, "overloadpacket", None) in _BY_STRIDES for node in gm.graph.nodes)
 
 
 def token_axes(value: Any, symbols: Symbols) -> list[int]:
