@@ -179,14 +179,20 @@ def test_names_stand_for_kernels(kernel: Kernel | None) -> None:
 def test_choices_are_kept_on_disk(tmp_path: Path) -> None:
     """Another process takes what one has measured, with tiles or without, the default as well; a damaged name is none."""
     asked: list[tuple[Product, bool]] = []
+    loaded: list[tuple[Product, Kernel]] = []
     other = replace(SMALL, rows=80)
 
     def fake(product: Product, device: torch.device, tiles: bool) -> dict[Kernel | None, float]:
         asked.append((product, tiles))
         return {None: 1.0, ALGORITHM: 0.5 if product == SMALL else 2.0} | ({TILES[0]: 0.4} if tiles else {})
 
+    def load(product: Product, kernel: Kernel, device: torch.device) -> None:
+        loaded.append((product, kernel))
+        if product == other:
+            raise RuntimeError("another library")
+
     def process() -> Choices:
-        return Choices(fake, lambda device: KeptChoices({"device": str(device)}, "products", tmp_path))
+        return Choices(fake, lambda device: KeptChoices({"device": str(device)}, "products", tmp_path), load)
 
     for again in (False, True):
         asked.clear()
@@ -194,11 +200,30 @@ def test_choices_are_kept_on_disk(tmp_path: Path) -> None:
         assert choices.settle([SMALL, other], CPU) == {SMALL: ALGORITHM}
         assert choices.settle([SMALL], CPU, tiles=True) == {SMALL: TILES[0]}
         assert asked == ([] if again else [(SMALL, False), (other, False), (SMALL, True)])
+        assert loaded == ([(SMALL, ALGORITHM), (SMALL, TILES[0])] if again else [])  # what was measured has run already
     path = KeptChoices({"device": "cpu"}, "products", tmp_path).path
     assert path.name.startswith("products-")
     path.write_text(path.read_text().replace(ALGORITHM.data.hex(), "00"))
     assert process().settle([SMALL, other], CPU) == {SMALL: ALGORITHM}
     assert asked == [(SMALL, False)]
+    KeptChoices({"device": "cpu"}, "products", tmp_path).add(str(other), name_of(ALGORITHM), {})
+    asked.clear()
+    assert process().settle([other], CPU) == {}  # it does not run here: measured anew
+    assert asked == [(other, False)]
+
+
+def test_what_is_loaded_is_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With matrices of the product's sizes and dtype, and a bias where it has one."""
+    seen: list[Any] = []
+    monkeypatch.setattr(measure, "launch", lambda kernel, *args: seen.append((kernel, *args)))
+    for biased in (True, False):
+        measure.load(replace(SMALL, biased=biased), ALGORITHM, CPU)
+        ((kernel, x, weight, bias, gelu, out),) = seen
+        assert (kernel, gelu, bias is not None) == (ALGORITHM, False, biased)
+        assert reads(x, weight, bias)
+        assert out.shape == (SMALL.rows, SMALL.outputs)
+        assert {t.dtype for t in (x, weight, out)} == {SMALL.dtype}
+        seen.clear()
 
 
 def test_products_are_measured_once() -> None:

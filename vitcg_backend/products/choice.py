@@ -16,7 +16,7 @@ import torch
 from .. import _torch
 from ..kept_choices import KeptChoices, environment
 from . import cublaslt
-from .measure import measure
+from .measure import load, measure
 from .op import Kernel
 from .shape import Product
 from .triton_product import TILES, Tile
@@ -79,14 +79,16 @@ class Choices:
     Args:
         measure: gives the times of a product on a device, with our own tiles among them or not.
         kept: the file of a device, None for choices of the process alone.
+        load: runs a kernel that was not measured in this process once.
     """
 
     def __init__(
         self,
         measure: Callable[[Product, torch.device, bool], Times] = measure,
         kept: Callable[[torch.device], KeptChoices] | None = None,
+        load: Callable[[Product, Kernel, torch.device], None] = load,
     ) -> None:
-        self._measure, self._kept = measure, kept
+        self._measure, self._kept, self._load = measure, kept, load
         self._known: dict[tuple[torch.device, bool], dict[Product, Kernel | None]] = {}
         self._files: dict[torch.device, dict[str, str]] = {}
         self._lock = threading.Lock()
@@ -94,8 +96,8 @@ class Choices:
     def settle(self, products: Iterable[Product], device: torch.device, tiles: bool = False) -> dict[Product, Kernel]:
         """Measure what is new among `products` on a device, the current one; the kernels that are to run in place of torch's.
 
-        With `tiles` our own kernel is tried, too. Nothing is chosen by a clock where the user wants
-        `torch.use_deterministic_algorithms`.
+        Each of them has run in this process by then. With `tiles` our own kernel is tried, too. Nothing is chosen by a clock
+        where the user wants `torch.use_deterministic_algorithms`.
         """
         if torch.are_deterministic_algorithms_enabled():
             return {}
@@ -118,8 +120,13 @@ class Choices:
             if device not in self._files:
                 self._files[device] = self._kept(device).read()
             try:
-                return named(self._files[device][key])
-            except (KeyError, ValueError):
+                kernel = named(self._files[device][key])
+                if kernel is not None:
+                    self._load(product, kernel, device)
+                return kernel
+            except torch.OutOfMemoryError:
+                raise
+            except (KeyError, ValueError, RuntimeError):
                 pass  # not measured yet, or a file that somebody has edited
         times = self._measure(product, device, tiles)
         kernel = faster(times)

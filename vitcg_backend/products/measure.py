@@ -16,7 +16,7 @@ from .library import library
 from .op import Kernel, launch
 from .shape import Product
 
-__all__ = ["agrees", "candidates", "device_seconds", "measure"]
+__all__ = ["agrees", "candidates", "device_seconds", "load", "measure"]
 
 log = _torch.log
 
@@ -110,6 +110,21 @@ def measure(
             else:
                 log.warning("vitcg does not run %s in %s: its result is not that of torch", product, kernel)
         return dict(zip(runs, (clock or device_seconds)(list(runs.values())), strict=True))
+
+
+def load(product: Product, kernel: Kernel, device: torch.device) -> None:
+    """Launch a kernel once for a product, on whatever lies in memory, as a measurement does: a capture loads nothing then."""
+    with torch.inference_mode(False), torch.no_grad():
+        x, weight, bias, out = (
+            torch.empty(shape, dtype=product.dtype, device=device)
+            for shape in (
+                (product.rows, product.inputs),
+                (product.outputs, product.inputs),
+                (product.outputs,),
+                (product.rows, product.outputs),
+            )
+        )
+        launch(kernel, x, weight, bias if product.biased else None, product.gelu, out)
 
 
 def agrees(result: Tensor, expected: Tensor) -> bool:
