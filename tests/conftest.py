@@ -89,7 +89,7 @@ def as_a_graph(monkeypatch):
     if os.environ.get("VITCG_TEST_DEVICE", "cpu") != "cpu":
         return
 
-    def record(self, args, pool):
+    def record(self, args, pool, warm=False):
         self.graph_args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
 
     monkeypatch.setattr(Capture, "record", record)

@@ -335,6 +335,26 @@ class TestTiles:
         hopper = tile_scheduled.hopper_config(dim, heads, bounds)
         assert hopper is None or hopper.height in tiles.heights(bounds)
 
+    def test_what_is_loaded_early(self, monkeypatch):
+        """Each configuration that launches for some bounds would take is launched once, on few rows, with a table for it."""
+        launched, kernel = [], KERNELS["triton"]
+
+        def launch(self, config, q, k, v, out, metadata, bounds, scale):
+            launched.append((config, q.shape[0], metadata.shape[0]))
+            assert tiles.section_start(bounds, config.height) < metadata.shape[0]
+
+        monkeypatch.setattr(tile_scheduled, "_is_hopper", lambda tensor: True)
+        monkeypatch.setattr(type(kernel), "_launch", launch)
+        some = [SegmentBounds(rows, 16, longest) for rows in (256, 1280, 8192, 16384) for longest in (64, 1280, 8192, 16384)]
+        kernel.load(*packed([512], heads=16, dim=72, dtype=torch.bfloat16), some, 1.0)
+        loaded = [config for config, rows, _ in launched if rows == 512]
+        assert len(loaded) == len(set(loaded)) > 3
+        launched.clear()
+        for bounds in some:
+            q, k, v = packed([bounds.rows], heads=16, dim=72, dtype=torch.bfloat16)
+            kernel.forward(q, k, v, kernel.metadata([0, 0], bounds), bounds, 1.0)
+        assert {config for config, _, _ in launched} == set(loaded)
+
     @pytest.mark.parametrize("dim", range(16, 136, 8))
     def test_split_head(self, dim):
         """The two widths of a head size cover it, with powers of two from 16 on."""

@@ -225,24 +225,48 @@ class TestStart:
             chosen._early.join()
         assert at(chosen) == "b"
 
+    def test_what_captures_to_come_need(self, clock, tmp_path, monkeypatch):
+        """The first candidate is compiled for them after all have been run, and no measurement waits for that."""
+        began, go, later = threading.Event(), threading.Event(), {0: [SegmentBounds(4096, 16, 4096)]}
+
+        def load(self, q, k, v, bounds, scale):
+            loaded.append((self.name, q.shape[0], bounds))
+            began.set()
+            assert go.wait(60)
+
+        loaded = []
+        kernels = Named("a"), Named("b")
+        monkeypatch.setattr(Named, "load", load)
+        chosen = choice(tmp_path, *kernels)
+        chosen.start({0: BOUNDS}, later)
+        assert began.wait(60)
+        assert [kernel.launches for kernel in kernels] == [1, 1]
+        assert at(chosen) == "b"
+        go.set()
+        chosen._early.join()
+        assert loaded == [("a", measured._FEW_ROWS, later[0])]
+
     @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
     def test_segments_of_the_first_call(self, tmp_path, monkeypatch):
         """The thread gets the segments of the call that is compiled for, windows and frames, before a piece is compiled."""
         started, kernels = [], [Named("a"), Named("b")]
-        monkeypatch.setattr(MeasuredChoice, "start", lambda self, bounds: started.append((bounds, backend._cache.compiled)))
+        monkeypatch.setattr(MeasuredChoice, "start", lambda self, *bounds: started.append((*bounds, backend._cache.compiled)))
         monkeypatch.setattr(backend, "choose_for", lambda name, shapes: MeasuredChoice(kernels, shapes, tmp_path))
         tower, compiled = tiny_tower("qwen2_5_vl"), backend._cache.compiled
-        assert_same(compile_tower(tower), tower, ((2, 8, 8), (1, 4, 8)))
-        ((bounds, before),) = started
+        assert_same(compile_tower(tower, token_budgets=[64, 512]), tower, ((2, 8, 8), (1, 4, 8)))
+        ((bounds, later, before),) = started
         assert sorted(bounds.values(), key=lambda b: b.segments) == [SegmentBounds(160, 3, 64), SegmentBounds(160, 10, 16)]
         assert before == compiled
+        # One picture is one long segment for attention to whole frames; windows stay as long as they are.
+        longest = {bounds[index].segments: [(b.rows, b.longest) for b in some] for index, some in later.items()}
+        assert longest == {3: [(256, 256), (2048, 2048)], 10: [(256, 64), (2048, 64)]}
 
     @pytest.mark.skipif(DEVICE != "cpu", reason="the kernels of this test run on the CPU")
     @pytest.mark.parametrize("capture", ["lazy", "never"])
     def test_only_where_it_is_measured(self, capture, tmp_path, monkeypatch):
         """Without captures nothing is measured, so no candidate is compiled for it."""
         started = []
-        monkeypatch.setattr(MeasuredChoice, "start", lambda self, bounds: started.append(bounds))
+        monkeypatch.setattr(MeasuredChoice, "start", lambda self, *bounds: started.append(bounds))
         monkeypatch.setattr(
             backend, "choose_for", lambda name, shapes: MeasuredChoice([Named("a"), Named("b")], shapes, tmp_path)
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import DEVICE, IMAGE, TOWERS, VIDEO, assert_same, compile_tower, run, stats, tiny_tower
 
-from vitcg_backend import costs, planning, testing
+from vitcg_backend import costs, planning, runtime, testing
 from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import Bucket, num_patches
 from vitcg_backend.costs import FIXED_TOKENS, Costs
@@ -501,6 +501,86 @@ def test_a_failing_measurement_costs_the_caller_nothing(monkeypatch: pytest.Monk
     assert asked == [3, 2, 3, 2, 1]  # two buckets, each again without the pieces, and the packed call as a whole
 
 
+def test_a_bucket_that_cannot_be_measured_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its own replays fail while they are timed, the results of the first use stand, and so does the bucket."""
+
+    def fail(runs: Any, device: torch.device) -> list[float]:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(costs, "seconds", fail)
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, min_tokens="auto")
+    for step in range(2):
+        assert_same(compiled, tower, VIDEO, seed=step)
+    assert (stats(tower).hits, stats(tower).fallbacks) == (2, {})
+    assert stats(tower).buckets[32].replay_s == 0
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a stand-in for a graph")
+@pytest.mark.parametrize("long", [True, False])
+def test_a_long_first_replay_is_its_bucket_s_time(monkeypatch: pytest.MonkeyPatch, long: bool) -> None:
+    """What the self-check has replayed is timed no second time where it took long; on a short one the graph's upload shows."""
+    from types import SimpleNamespace
+
+    from vitcg_backend import capture
+
+    def record(self: capture.Capture, args: Any, pool: Any, warm: bool = False) -> None:
+        results = self.run(args)
+
+        def replay() -> None:
+            torch._foreach_copy_(results, self.run(args))
+
+        self._results, self.graph = results, SimpleNamespace(replay=replay)
+
+    clock = Clock(*((2.0, 0.1) if long else (2.0, 1.0, 0.1)))
+    monkeypatch.setattr(capture.Capture, "record", record)
+    monkeypatch.setattr(costs, "seconds", clock)
+    monkeypatch.setattr(costs, "LONG_S", 0.0 if long else 60.0)
+    tower = tiny_tower("qwen2_vl", depth=1)
+    assert_same(compile_tower(tower, min_tokens="auto", strict=True), tower, VIDEO)
+    bucket = stats(tower).buckets[32]
+    assert clock.asked == (2 if long else 3)
+    assert (bucket.uncaptured_s, bucket.copy_s) == (2.0, 0.1)
+    assert 0 < bucket.replay_s < 1.0 if long else bucket.replay_s == 1.0
+
+
+def test_the_self_check_s_run_warms_up_for_a_capture_of_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has then run as many rows by the same kernels; with padding, or without it, the capture makes a run of its own."""
+    from vitcg_backend import capture
+
+    runs: list[str] = []
+    warmed: list[tuple[int, bool]] = []
+    original = capture.Capture.record
+    body = runtime.run_body
+
+    def record(self: capture.Capture, args: Any, pool: Any, warm: bool = False) -> None:
+        warmed.append((len(runs), warm))
+        original(self, args, pool, warm)
+
+    monkeypatch.setattr(runtime, "run_body", lambda *args: (runs.append("exact"), body(*args))[1])
+    monkeypatch.setattr(capture.Capture, "record", record)
+    for self_check, layout, warm in ((True, VIDEO, True), (True, ((1, 6, 10),), False), (False, VIDEO, False)):
+        tower = tiny_tower("qwen2_vl", depth=1)
+        assert_same(compile_tower(tower, self_check=self_check, token_budgets=[32]), tower, layout)
+        assert warmed == [(int(self_check), warm)]
+        assert len(runs) == int(self_check)
+        runs.clear()
+        warmed.clear()
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "rounds"), [("cpu", 0.04, 3), ("cpu", 0.2, 1), ("cuda", 0.008, 3), ("cuda", 0.04, 1)]
+)
+def test_long_runs_are_timed_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch, kind: str, seconds: float, rounds: int) -> None:
+    """What a clock varies by is small beside a long run, on a GPU sooner than on a CPU."""
+    ran: list[int] = []
+    monkeypatch.setattr(costs, "once", lambda run, device: run() or seconds)
+    runs = [lambda number=number: ran.append(number) for number in range(2)]
+    assert costs.seconds(runs, torch.device(kind)) == [seconds] * 2
+    assert len(ran) == 2 * rounds
+
+
 def test_runs_are_timed_in_turns() -> None:
     """A device gets slower while it is busy: each round has the other order, and the least time of each run counts."""
     order: list[str] = []
@@ -517,10 +597,10 @@ def test_a_part_that_cannot_be_replayed_runs_uncaptured(monkeypatch: pytest.Monk
     compiled = compile_tower(tower, token_budgets=[16, 64], max_items=1)
     original = capture.Capture.record
 
-    def record(self: capture.Capture, args: Any, pool: Any) -> None:
+    def record(self: capture.Capture, args: Any, pool: Any, warm: bool = False) -> None:
         if self.bucket.tokens == 16:
             raise RuntimeError("CUDA out of memory")
-        original(self, args, pool)
+        original(self, args, pool, warm)
 
     monkeypatch.setattr(capture.Capture, "record", record)
     with pytest.warns(UserWarning, match="bucket of 16 tokens"):

@@ -787,8 +787,9 @@ def test_a_piece_that_fails_gives_way_to_the_operators(monkeypatch: pytest.Monke
         patch.setattr(part.body, "functions", [fail] * len(part.body.functions))
         for _ in range(3):
             assert_same(compiled, tower, VIDEO)
-    # One attempt at the capture (a GPU breaks off in it, a CPU in the run to compare with and the operators'), and three calls.
-    assert len(calls) == (5 if DEVICE == "cpu" else 4)
+    assert (
+        len(calls) == 4
+    )  # one attempt at the capture, which breaks off in the run that it would be compared with; three calls
     assert_same(compiled, tower, IMAGE)
     assert (stats(tower).hits, stats(tower).fallbacks) == (2, {"capture_failed": 3})
     assert stats(tower).refusals["pieces_failed"] == "MemoryError: no memory for a piece"
@@ -925,7 +926,7 @@ def test_b44_a_failed_capture_costs_the_caller_nothing(monkeypatch: pytest.Monke
     compiled = compile_tower(tower)
     calls = []
 
-    def fail(self: capture.Capture, args: object, pool: object) -> None:
+    def fail(self: capture.Capture, args: object, pool: object, warm: bool = False) -> None:
         calls.append(self)
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 

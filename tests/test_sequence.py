@@ -188,11 +188,11 @@ def failing_captures(machine: Machine) -> Any:
     """As many captures raise as the machine says."""
     original = capture.Capture.record
 
-    def record(self: capture.Capture, args: Any, pool: Any) -> None:
+    def record(self: capture.Capture, args: Any, pool: Any, warm: bool = False) -> None:
         if machine.fail_captures:
             machine.fail_captures -= 1
             raise RuntimeError("CUDA out of memory")
-        original(self, args, pool)
+        original(self, args, pool, warm)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture.Capture, "record", record)

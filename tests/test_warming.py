@@ -10,10 +10,14 @@ from common import DEVICE, IMAGE, MIXED, TWO_IMAGES, VIDEO, assert_same, compile
 from torch import Tensor, nn
 
 import vitcg_backend
-from vitcg_backend import OptionError, testing
+from vitcg_backend import OptionError, testing, warming
+from vitcg_backend.attention import SegmentBounds
+from vitcg_backend.attention.segments import SdpaKernel
 from vitcg_backend.backend import live_towers
-from vitcg_backend.bucketing import num_tokens
-from vitcg_backend.warming import picture
+from vitcg_backend.bucketing import Ladder, num_tokens
+from vitcg_backend.costs import Costs, squares
+from vitcg_backend.planning import UNBOUNDED
+from vitcg_backend.warming import picture, pictures, stand_ins
 
 # tests/gpu/test_plan_gpu.py warms up the kernel for half precision, which is as indifferent to them as that of a CPU.
 any_bounds = pytest.mark.skipif(DEVICE != "cpu", reason="larger segment bounds cost the float32 kernel of CUDA time")
@@ -25,7 +29,7 @@ def test_the_whole_ladder_largest_first() -> None:
     compiled = compile_tower(tower, token_budgets=[8, 64, 16])
     lines: list[str] = []
     warmed = vitcg_backend.warmup(compiled, progress=lines.append)
-    assert warmed.captured == (16, 64, 8)  # the call of 16 tokens compiled the graph
+    assert warmed.captured == (8, 64, 16)  # the call of 8 tokens compiled the graph
     assert set(stats(tower).buckets) == {8, 16, 64}
     assert warmed.bytes > 0
     assert warmed.seconds > 0
@@ -129,6 +133,129 @@ def test_a_picture_of_any_size(tokens: int) -> None:
     assert num_tokens(layout, 2) == tokens
     _, high, wide = layout[0]
     assert wide <= 4 * high or tokens < 4
+
+
+@pytest.mark.parametrize("tokens", [1, 97, 256, 1024, 1025, 1568, 4352, 8192])
+@pytest.mark.parametrize("largest", [256, 1024])
+def test_pictures_of_any_size(tokens: int, largest: int) -> None:
+    """Exactly the tokens asked for, none of more than the largest."""
+    layout = pictures(tokens, 2, largest)
+    assert num_tokens(layout, 2) == tokens
+    assert all(num_tokens((item,), 2) <= largest for item in layout)
+
+
+def test_several_pictures_stand_for_one() -> None:
+    """Of 1024 tokens and of 256 in turns, where there may be so many; small ones stand for themselves."""
+    sizes = [64, 512, 1024, 2048, 2112]
+    calls = stand_ins(sizes[::-1], 2, UNBOUNDED)
+    assert [size for size, _, _ in calls] == sizes
+    assert [len(call) for _, call, _ in calls] == [1, 2, 1, 8, 3]
+    assert [one for _, _, one in calls] == [None, picture(512, 2), None, picture(2048, 2), picture(2112, 2)]
+    few = stand_ins(sizes, 2, 3)
+    assert [len(call) for _, call, _ in few] == [1, 2, 1, 1, 3]
+    assert few[3] == (2048, picture(2048, 2), None)
+
+
+def test_what_a_warm_up_teaches_of_costs() -> None:
+    """Its pictures tell attention from all else: estimates are near a model of an H200, whatever the ladder."""
+    square_s, token_s = 2.65e-10, 7.7e-6
+    for ladder in (Ladder.automatic(8192, 4).budgets, (1024, 2048, 4096, 6144, 8192), tuple(range(64, 1100, 64))):
+        rest = {budget: max(1.35e-3, 0.9e-3 + token_s * budget) for budget in ladder}  # small ones wait for the host
+        known = Costs()
+        for budget, call, _ in stand_ins(ladder, 2, UNBOUNDED):
+            known.learn_replay(budget, call, rest[budget] + square_s * squares(call))
+        assert known.quadratic == pytest.approx(square_s, rel=0.1)
+        assert known.table(ladder) == pytest.approx(list(rest.values()), rel=0.06)
+
+
+def made_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The layouts that a warm-up calls a tower with."""
+    made: list[object] = []
+    call = warming._call
+    monkeypatch.setattr(warming, "_call", lambda *args: (made.append(args[-1]), call(*args)))
+    return made
+
+
+@any_bounds
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_large_picture_is_stood_for_by_several(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same captures as one picture would make: they serve that one, clips, and many small pictures."""
+    made = made_calls(monkeypatch)
+    launches = []
+    for several in (True, False):
+        tower = tiny_tower(name, depth=1, seed=int(several))
+        compiled = compile_tower(tower, token_budgets=[2112], capture="warmup", strict=True)
+        with monkeypatch.context() as patch:
+            if not several:
+                patch.setattr(warming, "pictures", lambda tokens, merge, largest: picture(tokens, merge))
+            assert vitcg_backend.warmup(compiled).captured == (2112,)
+        assert made[-1] == ((1, 64, 64), (1, 64, 64), (1, 16, 16)) if several else picture(2112, 2)
+        (part,) = live_towers(tower)
+        (key,) = part._captures
+        launches.append(key[:2])
+        torch._dynamo.reset()
+    assert launches[0] == launches[1]
+
+    tower = tiny_tower(name, depth=1, seed=2)
+    compiled = compile_tower(tower, token_budgets=[2112], capture="warmup", strict=True)
+    vitcg_backend.warmup(compiled)
+    for layout in (picture(2112, 2), ((16, 16, 32),), ((1, 8, 8),) * 100):
+        assert_same(compiled, tower, layout)
+        assert stats(tower).last.hit
+    assert stats(tower).captures == 1
+
+
+def test_one_picture_where_several_would_capture_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that launch for the longest segment, and limits on the items of a replay, leave a large picture as it is."""
+    made = made_calls(monkeypatch)
+    for options, close in (({"max_items": 2}, False), ({"max_frames": 2}, False), ({}, True)):
+        tower = tiny_tower("qwen2_vl", depth=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(SdpaKernel, "needs_longest", close)
+            compiled = compile_tower(tower, token_budgets=[2112], capture="warmup", **options)
+            vitcg_backend.warmup(compiled, sizes=[2112])
+        assert made[-1] == picture(2112, 2)
+        torch._dynamo.reset()
+
+
+@any_bounds
+@pytest.mark.parametrize("budget", [64, 256])  # the capture of a call is that of a warm-up, or it has room for fewer segments
+def test_what_was_captured_before_serves_other_segments_too(budget: int) -> None:
+    """A bucket that a call has captured is warm for layouts of more and shorter segments after the warm-up."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, token_budgets=[budget])
+    assert_same(compiled, tower, picture(budget, 2))
+    vitcg_backend.warmup(compiled)
+    captures = stats(tower).captures
+    assert captures == (1 if budget == 64 else 2)
+    for layout in (((1, 4, 4),) * (budget // 4), ((1, 4, 4),) * (budget // 6)):
+        assert_same(compiled, tower, layout)
+        assert stats(tower).last.hit
+    assert stats(tower).captures == captures
+
+
+@any_bounds
+def test_one_picture_is_compared_with_the_pieces_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pictures that stand for one: the pieces uncaptured are timed with the bounds of that one, too."""
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, token_budgets=[16, 1088], capture="warmup", min_tokens="auto")
+    bounds: list[SegmentBounds] = []
+    forward = SdpaKernel.forward
+
+    def watched(
+        self: SdpaKernel, q: Tensor, k: Tensor, v: Tensor, metadata: Tensor, own: SegmentBounds, scale: float
+    ) -> Tensor:
+        bounds.append(own)
+        return forward(self, q, k, v, metadata, own, scale)
+
+    monkeypatch.setattr(SdpaKernel, "forward", watched)
+    vitcg_backend.warmup(compiled, sizes=[16, 1088])
+    (part,) = live_towers(tower)
+    (captured,) = [launches[0][2] for bucket, launches, *_ in part._captures if bucket.tokens == 1088]
+    assert captured.longest == 4352
+    assert [own.rows for own in bounds].count(4352) >= 4
+    assert {own for own in bounds if own.rows == 4352} == {captured}
+    assert stats(tower).buckets[1088].uncaptured_s > 0
 
 
 @pytest.mark.parametrize(

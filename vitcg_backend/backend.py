@@ -29,9 +29,11 @@ from .errors import Refused, VitcgError
 from .marking import refuse_in_backend, steps_taken
 from .options import Options
 from .owners import NO_GRAPH, Owners, ids_of, not_traced, why_in_parts
+from .parts import tokens_of_image
 from .passes import CompiledBody, Ineligible, PieceCache, compile_body, give_tokens
 from .passes.outer_no_grad import enters_inference_mode, outer_no_grad, turns_gradients_on, without_grad_modes
 from .passes.take_out_crops import Crops, take_out_crops
+from .planning import Planner
 from .runtime import CompiledTower
 
 __all__ = ["live_towers", "replay_of", "reset", "stats", "vitcg"]
@@ -93,7 +95,9 @@ def vitcg(
         calls = body.program.attention
         choice = choose_for(parsed.attention, calls) if calls else None
         if isinstance(choice, MeasuredChoice) and parsed.capture != "never":
-            start_attention(choice, body, given)
+            start_attention(
+                choice, body, given, Planner(parsed, body.bound.symbols.unit, True, tokens_of_image(body)).ladder.budgets
+            )
 
     plain, operators = _copy(without_grad_modes(quiet)), _copy(gm)
     try:

@@ -280,8 +280,14 @@ class Capture:
         with torch.no_grad():  # the graph of a function that is itself under `no_grad` is called in grad mode
             return run_body(self.body, static, n, self.tensors, self.segments, self.kernels, self.bounds, beside)
 
-    def record(self, args: Sequence[Any], pool: Any) -> None:
+    def record(self, args: Sequence[Any], pool: Any, warm: bool = False) -> None:
         """Warm up on a side stream, then capture into `pool`; nothing on a CPU, where `replay` calls the pieces.
+
+        Args:
+            args: of a call.
+            pool: a graph pool.
+            warm: the pieces have just run for as many rows, and attention by the same kernels: no other run loads anything. Nor
+                do products: a kernel that was chosen for one has run (`Choices.settle`).
 
         Raises:
             Exception: what made the capture impossible; the stream is out of capture mode by then.
@@ -291,17 +297,18 @@ class Capture:
                 kernels = products.CHOICES.settle(self.body.products_at(self.bucket.tokens), self.device, self.body.tiles)
                 before = torch.cuda.memory_reserved()
                 with products.using(kernels):
-                    self._record_cuda(args, pool)
+                    self._record_cuda(args, pool, warm)
                 self.pool_bytes = max(torch.cuda.memory_reserved() - before, 0)
 
-    def _record_cuda(self, args: Sequence[Any], pool: Any) -> None:
+    def _record_cuda(self, args: Sequence[Any], pool: Any, warm: bool) -> None:
         current, side = torch.cuda.current_stream(), _torch.capture_stream(torch.cuda.current_device())
         beside = _torch.second_capture_stream(side.device_index) if self.bucket.patches <= BESIDE else None
         with _one_capture, torch.cuda.stream(side):
             side.wait_stream(current)
             # The first run compiles and loads what is lazy outside the capture.
-            with _torch.pool_held(pool, side.device_index, lambda: self.run(args, beside)):
-                side.synchronize()
+            with _torch.pool_held(pool, side.device_index, lambda: None if warm else self.run(args, beside)):
+                if not warm:
+                    side.synchronize()
                 _torch.release_workspaces()
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")

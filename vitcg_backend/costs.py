@@ -17,12 +17,16 @@ import torch
 
 from .bucketing import Layout
 
-__all__ = ["MARGIN", "Costs", "seconds", "squares"]
+__all__ = ["LONG_S", "MARGIN", "Costs", "once", "seconds", "squares"]
 
 FIXED_TOKENS = 160.0
 """The fixed part of a replay in tokens, before anything is known: 1.1 ms at 7 us a token (27 layers, 1152 wide, H200)."""
 
 ENOUGH_S = 0.1  # of runs of one kind: a slow tower's first use is not drawn out
+ENOUGH_ON_GPU_S = 0.02  # its clock is of another kind: two runs of 15 ms differ by far less than MARGIN
+
+LONG_S = 0.05
+"""From here on the first replay on a GPU counts: what a graph's first launch takes besides is then about 1 %."""
 
 MARGIN = 0.03
 """By this share the uncaptured path has to be faster, which also keeps the host busy, or a larger bucket than a smaller one."""
@@ -35,19 +39,20 @@ def seconds(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[flo
     first uses only.
     """
     best = [math.inf] * len(runs)
-    spent = 0.0
+    spent, enough = 0.0, ENOUGH_ON_GPU_S if device.type == "cuda" else ENOUGH_S
     for number in range(3):
-        if number and spent >= ENOUGH_S * len(runs):
+        if number and spent >= enough * len(runs):
             break
         order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
         for index in order:
-            took = _once(runs[index], device)
+            took = once(runs[index], device)
             best[index] = min(best[index], took)
             spent += took
     return best
 
 
-def _once(run: Callable[[], Any], device: torch.device) -> float:
+def once(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one run until the device is done."""
     if device.type != "cuda":
         start = time.perf_counter()
         run()

@@ -63,6 +63,7 @@ class LayoutValues:
         stream: handle of the stream that they came to the device on, None for what is on the host.
         boundaries: metadata index of a cu_seqlens -> its values, for the unpadded layout alone.
         serial: a number no other values have.
+        shared: made for a capture that other layouts are to use.
         unchecked: the values of each cu_seqlens, until `LayoutCache.check` has looked at them.
         misfit: what it found.
     """
@@ -77,6 +78,7 @@ class LayoutValues:
     stream: Any = None
     boundaries: dict[int, list[int]] = field(default_factory=dict)
     serial: int = field(default_factory=itertools.count().__next__)
+    shared: bool = False
     unchecked: dict[int, list[int]] | None = None
     misfit: Misfit | None = None
     _there: tuple[Sequence[Tensor], dict[int, Tensor]] | None = None
@@ -181,9 +183,10 @@ class LayoutCache:
 
         Nothing where larger bounds cost time (`VarlenKernel.needs_longest`).
         """
-        if not kernels or any(kernel.needs_longest for kernel in kernels.values()):
+        known = self._shared.setdefault(bucket, [])
+        if not kernels or any(kernel.needs_longest for kernel in kernels.values()) or (kernels, bounds) in known:
             return
-        self._shared.setdefault(bucket, []).append((kernels, bounds))
+        known.append((kernels, bounds))
         self._drop(lambda key: key[3] == bucket)
 
     def _drop(self, chosen: Callable[[Any], bool]) -> None:
@@ -201,6 +204,7 @@ class LayoutCache:
         keep: bool = True,
         measure: bool = False,
         shared: bool = False,
+        like: Layout | None = None,
     ) -> LayoutValues:
         """Values of a layout for a bucket, or for its exact rows with ``bucket=None``.
 
@@ -212,20 +216,24 @@ class LayoutCache:
             keep: False when the values depend on more than the layout: then they are computed for this call alone.
             measure: attention kernels may be timed for them (`KernelChoice.at`).
             shared: other layouts are to use their capture (`share`).
+            like: one of as many rows, whose segments have to have room in the bounds as well.
 
         Raises:
             Misfit: the padded layout is not safe.
             Exception: whatever the tower's own metadata functions raise for a bad grid.
         """
         if not keep or self.body.hoisted.reads_state:
-            return self._compute(args, layout, rows, bucket, measure, shared)
+            return self._compute(args, layout, rows, bucket, measure, shared, like)
         items = tuple(tuple(args[i].tolist()) for i in self.items)
         if any(len(i) != len(layout or ()) for i in items):
-            return self._compute(args, layout, rows, bucket, measure, shared)
+            return self._compute(args, layout, rows, bucket, measure, shared, like)
         key = (layout, items, rows, bucket, *[args[i] for i in self.other_sizes])
         values = self._values.get(key)
+        if values is not None and shared and not values.shared:  # made before the warm-up
+            self._drop(lambda known: known == key)
+            values = None
         if values is None:
-            values = self._compute(args, layout, rows, bucket, measure, shared)
+            values = self._compute(args, layout, rows, bucket, measure, shared, like)
             self._values[key] = values
             self.num_bytes += values.num_bytes
             while len(self._values) > 1 and (len(self._values) > _MAX_LAYOUTS or self.num_bytes > self.max_bytes):
@@ -270,7 +278,14 @@ class LayoutCache:
                 raise
 
     def _compute(
-        self, args: Sequence[Any], layout: Layout | None, rows: int, bucket: Bucket | None, measure: bool, shared: bool
+        self,
+        args: Sequence[Any],
+        layout: Layout | None,
+        rows: int,
+        bucket: Bucket | None,
+        measure: bool,
+        shared: bool,
+        like: Layout | None,
     ) -> LayoutValues:
         unit = self.body.bound.symbols.unit
         total = rows if bucket is None else bucket.patches
@@ -280,7 +295,9 @@ class LayoutCache:
             assembled = None if bucket is None or layout is None else self._assembled(args, layout, tail)
             made = self._prologue(args, layout, tail, total) if assembled is None else assembled
             lists = self._boundaries(args, made, total)
-            values = self._with_segments(made, lists, rows, bucket, measure, shared)
+            wide = lists if like is None else self._boundaries_of((*like, *tail), args, total) or lists
+            values = self._with_segments(made, lists, wide, rows, bucket, measure, shared)
+            values.shared = shared
             if total == rows and assembled is None:
                 values.boundaries = lists
             else:
@@ -382,6 +399,14 @@ class LayoutCache:
             lists[index] = cu
         return lists
 
+    def _boundaries_of(self, layout: Layout, args: Sequence[Any], total: int) -> dict[int, list[int]] | None:
+        """Those of another layout than the call's; None where the tower does not take it: then no call will have it."""
+        try:
+            return self._boundaries(args, self._prologue(args, (), layout, total), total)
+        except Exception as error:
+            _torch.log.info("metadata of %s: %s", layout, error)
+            return None
+
     def _check_closed(
         self, made: Sequence[Tensor | Assembled], lists: dict[int, list[int]], exact: dict[int, list[int]], rows: int
     ) -> None:
@@ -409,6 +434,7 @@ class LayoutCache:
         self,
         made: Sequence[Tensor | Assembled],
         lists: dict[int, list[int]],
+        wide: dict[int, list[int]],
         rows: int,
         bucket: Bucket | None,
         measure: bool,
@@ -418,7 +444,7 @@ class LayoutCache:
         for index, cu in lists.items():
             real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
             most = max(most, bisect_right(cu, real) - 1)
-            bounds[index] = SegmentBounds.of(cu)
+            bounds[index] = SegmentBounds.of(cu).joined(SegmentBounds.of(wide[index]))
         if self.choice is None:  # no attention, no segments
             return LayoutValues(made, {}, {}, {}, most)
         kernels, bounds = self._served_by(bucket, bounds, self.choice, measure, shared)

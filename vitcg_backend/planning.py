@@ -87,7 +87,8 @@ class Planner:
         fits: whether the compiled pieces are right for a plan, of a call of so many rows.
         costs: what has been measured.
         captured: budgets that have a capture.
-        warming: threads that may capture although ``capture="warmup"`` is set; their plans are not kept for others.
+        warming: threads that may capture although ``capture="warmup"`` is set, with the layout that their calls stand for;
+            their plans are not kept for others.
         version: goes up whenever a plan may have become another.
     """
 
@@ -98,7 +99,7 @@ class Planner:
     fits: Callable[[Plan, int], bool] = lambda plan, rows: True
     costs: Costs = field(default_factory=Costs)
     captured: set[int] = field(default_factory=set)
-    warming: set[int] = field(default_factory=set)
+    warming: dict[int, Layout | None] = field(default_factory=dict)
     version: int = 0
     ladder: Ladder = field(init=False)
     _plans: dict[object, Plan] = field(default_factory=dict)
@@ -134,6 +135,16 @@ class Planner:
     def warms(self) -> bool:
         """Whether the current thread is in a warm-up."""
         return threading.get_ident() in self.warming
+
+    @property
+    def stands_for(self) -> Layout | None:
+        """The layout that calls of the current thread stand for in a warm-up."""
+        return self.warming.get(threading.get_ident())
+
+    @property
+    def most_frames(self) -> int:
+        """Images at most, one frame each, of one replay."""
+        return min(self.options.max_items or UNBOUNDED, self.options.max_frames or UNBOUNDED)
 
     @property
     def may_capture(self) -> bool:
@@ -180,9 +191,12 @@ class Planner:
         bucket = self.ladder.fit(rows)
         return self.measures and bucket is not None and not self.costs.knows_uncaptured(bucket.tokens)
 
-    def warm(self, warming: bool) -> None:
+    def warm(self, warming: bool, stands_for: Layout | None = None) -> None:
         """Whether the current thread may capture although ``capture="warmup"`` is set."""
-        (self.warming.add if warming else self.warming.discard)(threading.get_ident())
+        if warming:
+            self.warming[threading.get_ident()] = stands_for
+        else:
+            self.warming.pop(threading.get_ident(), None)
         self._forget()
 
     def use(self, captured: set[int]) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _dynamo_call, _torch, costs
-from .attention import KernelChoice
+from .attention import KernelChoice, SegmentBounds
 from .attention.op import differentiable
 from .batch_inputs import dense
 from .bucketing import Layout
@@ -455,8 +455,11 @@ class CompiledTower:
 
     def _values(self, args: Sequence[Any], part: Part) -> LayoutValues:
         # The exact rows of a call run with what its bucket was measured for, and cost no measurement of their own.
-        measure, shared = self.planner.may_capture, self.planner.warms
-        return self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure, shared=shared)
+        measure, shared, like = self.planner.may_capture, self.planner.warms, self.planner.stands_for
+        values = self._layouts.get(args, part.layout, part.rows, part.bucket, measure=measure, shared=shared, like=like)
+        if shared and any(key[:2] == (part.bucket, values.launches) for key in self._captures):  # before the warm-up, maybe
+            self._layouts.share(part.bucket, values.kernels, values.bounds)
+        return values
 
     def _is_over(self, values: LayoutValues) -> bool:
         return self.options.max_frames is not None and values.num_segments > self.options.max_frames
@@ -516,16 +519,33 @@ class CompiledTower:
         except Exception as error:  # eager's own error comes from the operators
             log.info("metadata of %s: %s", layout, error)
             return self._operators(args)
-        arguments = dense(bound, args)
-        n = rows // bound.symbols.unit
         try:
-            with torch.no_grad():
-                results = run_body(self.body, arguments, n, tensors, segments, values.kernels, values.bounds)
-                return results if self.body.tail is None else self.body.tail(n, args, results, tensors)
+            return self._pieces(args, rows, tensors, segments, values)
         except Exception as error:  # a compiled piece or a kernel fails where the operators may not
+            n = rows // bound.symbols.unit
             log.warning("vitcg runs a call of %d tokens by operators: %s: %s", n, type(error).__name__, error)
             self.stats.refusals["pieces_failed"] = f"{type(error).__name__}: {error}"
             return self._operators(args)
+
+    def _unpadded(self, args: Sequence[Any], part: Part, values: LayoutValues | None) -> list[Any]:
+        """The compiled pieces on the exact rows of a part, attention as in the capture for `values` where they are given.
+
+        They must be of as many rows. All that the pieces and these kernels load when they first run so many is loaded then.
+        """
+        if values is None:
+            return self._uncaptured(args, part.layout, part.rows)
+        tensors, _ = self._exact(args, part.layout, part.rows)
+        _, segments = values.on(self._device)
+        return self._pieces(args, part.rows, tensors, segments, values)
+
+    def _pieces(
+        self, args: Sequence[Any], rows: int, tensors: Sequence[Tensor], segments: dict[int, Tensor], values: LayoutValues
+    ) -> list[Any]:
+        n = rows // self.body.bound.symbols.unit
+        arguments = dense(self.body.bound, args)
+        with torch.no_grad():
+            results = run_body(self.body, arguments, n, tensors, segments, values.kernels, values.bounds)
+            return results if self.body.tail is None else self.body.tail(n, args, results, tensors)
 
     def _operators(self, args: Sequence[Any]) -> list[Any]:
         """The lowered graph, one operator at a time, on whatever the caller gave."""
@@ -544,60 +564,83 @@ class CompiledTower:
             text = f"it needs {needed / 2**20:.1f} MiB of static memory, memory_limit_mib is {limit}"
             return None, self._refuse(key, "over_memory_limit", text)
         start = time.perf_counter()
+        whole = self.options.self_check and part.rows == part.bucket.patches
+        begun = False
         try:
+            # Before the capture: what pieces need for their very first run, to choose kernels, is no memory of the graph pool.
+            exact = self._unpadded(args, part, values if whole else None) if self.options.self_check else None
+            exact_s = time.perf_counter() - start
             capture = Capture(self.body, part.bucket, args, values, self._arena)
             capture.write(args, values, part.rows)
-            capture.record(args, self._graph_pool())
-            results, check_s = self._first_results(capture, args, part, borrow)
+            begun = True
+            capture.record(args, self._graph_pool(), warm=whole)
+            results, check_s, replay_s = self._first_results(capture, args, part, borrow, exact)
+            exact = None  # as large as the results
         except _Disagrees as error:
             return None, self._refuse(key, "self_check", str(error))
         except VitcgError:
             raise
         except Exception as error:  # a failed capture must cost the caller nothing but time
             self._arena.owner = None
-            self._pool = None  # of no use after a capture that broke off in it (`_torch.end_failed_capture`)
+            if begun:  # the pool is of no use after a capture that broke off in it (`_torch.end_failed_capture`)
+                self._pool = None
             return None, self._refuse(key, "capture_failed", f"{type(error).__name__}: {error}")
-        self._keep(key, capture, time.perf_counter() - start, check_s)
+        self._keep(key, capture, time.perf_counter() - start, exact_s + check_s)
         if self.planner.measures and not self.planner.costs.knows(part.bucket.tokens):
-            results = self._measure(capture, args, part, values, borrow)
+            try:
+                self._measure(capture, args, part, values, borrow, replay_s)
+            except Exception as error:  # out of memory, say: nothing is known of the bucket, and the results stand
+                log.info("the bucket of %d tokens was not measured: %s", part.bucket.tokens, error)
         return results, None  # not those of the unpadded run: a bucket answers the same call with the same bits each time
 
-    def _first_results(self, capture: Capture, args: Sequence[Any], part: Part, borrow: bool) -> tuple[list[Any], float]:
-        """Results of the first replay, compared with the unpadded run, and the seconds that the comparison took."""
-        if not self.options.self_check:
+    def _first_results(
+        self, capture: Capture, args: Sequence[Any], part: Part, borrow: bool, exact: list[Any] | None
+    ) -> tuple[list[Any], float, float]:
+        """Results of the first replay, compared with the unpadded run's; seconds of the comparison, and of the replay in it."""
+        if exact is None:
             capture.replay(args)
-            return self._take(capture, args, part, borrow), 0.0
+            return self._take(capture, args, part, borrow), 0.0, 0.0
         start = time.perf_counter()
-        exact = self._uncaptured(args, part.layout, part.rows)
-        with spoilt(capture, part.rows, self._pool):
+        results: list[Any] = []
+
+        def replay() -> None:
             capture.replay(args)
-            results = self._take(capture, args, part, borrow)
+            results.extend(self._take(capture, args, part, borrow))
+
+        with spoilt(capture, part.rows, self._pool):
+            replay_s = costs.once(replay, self._device)
         text = trouble(capture, results, exact)
         if text is not None:
             raise _Disagrees(text)
-        return results, time.perf_counter() - start
+        return results, time.perf_counter() - start, replay_s
 
-    def _measure(self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool) -> list[Any]:
-        """Times of a bucket, once; the results of the last of its replays."""
+    def _measure(
+        self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool, replay_s: float
+    ) -> None:
+        """Times of a bucket, once. Its first replay took `replay_s`, which stands where that is long."""
         bucket = self.stats.buckets[part.bucket.tokens]
 
-        def serve() -> list[Any]:
-            return self._serve(capture, args, part, values, borrow)
+        def serve() -> None:
+            self._serve(capture, args, part, values, borrow)
 
         def copy() -> None:
             capture.write(args, values, part.rows)
             capture.copy_out(part.rows)
 
         def uncaptured() -> None:
-            self._uncaptured(args, part.layout, part.rows)
+            # A layout that stands for one of longer segments may suit other kernels than those of the capture.
+            whole = self.planner.stands_for is not None and part.rows == part.bucket.patches
+            self._unpadded(args, part, values if whole else None)
 
+        long = capture.graph is not None and replay_s >= costs.LONG_S  # without a graph the check itself slows a run down
+        known, replays = ([replay_s], [copy]) if long else ([], [serve, copy])
         try:
-            bucket.uncaptured_s, bucket.replay_s, bucket.copy_s = self._time(uncaptured, serve, copy)
+            bucket.uncaptured_s, *times = self._time(uncaptured, *replays)
         except Exception as error:  # out of memory, say: no alternative
             log.info("the uncaptured pieces were not measured at %d rows: %s", part.rows, error)
-            bucket.uncaptured_s, (bucket.replay_s, bucket.copy_s) = math.inf, self._time(serve, copy)
+            bucket.uncaptured_s, times = math.inf, self._time(*replays)
+        bucket.replay_s, bucket.copy_s = [*known, *times]
         self.planner.learn(part, bucket.replay_s, bucket.uncaptured_s)
-        return serve()
 
     def _uncaptured_s(self, args: Sequence[Any], layout: Layout | None, rows: int) -> float:
         """Seconds of the uncaptured pieces; infinite where they fail."""
@@ -681,15 +724,24 @@ class CompiledTower:
         with self._lock:
             self._layouts.clear()
 
+    @property
+    def takes_any_segments(self) -> bool:
+        """Whether a capture made in a warm-up serves segments of every length: no attention kernel wants close bounds."""
+        choice, one = self.choice, SegmentBounds(1, 1, 1)
+        indices = self._layouts.segment_rows
+        return choice is None or not any(choice.at(i, one, measure=False, shared=True).needs_longest for i in indices)
+
     @contextlib.contextmanager
-    def warming(self) -> Iterator[None]:
+    def warming(self, stands_for: Layout | None = None) -> Iterator[None]:
         """Calls of this thread inside may capture although ``capture="warmup"`` is set.
+
+        With `stands_for`, a layout of as many rows, what they capture has room for its segments and is what it would capture.
 
         No lock is held meanwhile: a call may compile, for which Dynamo has a lock, and `torch._dynamo.reset` has that one while
         it waits for ours.
         """
         with self._lock:
-            self.planner.warm(True)
+            self.planner.warm(True, stands_for)
         try:
             yield
         finally:

@@ -24,7 +24,11 @@ from .owners import compiled_part, ids_of, not_compiled
 from .planning import Planner
 from .runtime import CompiledTower
 
-__all__ = ["Warmed", "picture", "warmup"]
+__all__ = ["Warmed", "picture", "pictures", "stand_ins", "warmup"]
+
+_LARGEST = (1024, 256)
+"""Output tokens of the largest picture that a call of a warm-up is made of, in turns over the sizes: attention to one of 8192
+takes three times all else, and costs.py tells attention from all else by layouts that differ in it."""
 
 Grid = Tensor | Sequence[Sequence[int]]
 
@@ -60,10 +64,13 @@ def warmup(
 ) -> Warmed:
     """Capture buckets of a compiled tower, the largest first, so that later ones fit into its memory.
 
-    Each call that is expected runs once, on zeros: what is captured is what such a call uses. Buckets that no call of
-    these can reach are left alone. The graph of a tower with a grid is compiled by the smallest of the calls first. A tower of
+    Each call that is expected runs once, on zeros: what is captured is what such a call uses. For a budget or a size it is
+    what one picture of that many tokens uses, and any pictures and clips beside it. Buckets that no call of these can reach
+    are left alone. The graph of a tower with a grid is compiled by the smallest of the calls first. A tower of
     one image a row must have been called once: the images' shape and dtype, and what comes beside them, are taken from the
     calls that it was traced with, and each such graph is warmed up.
+
+    In the end memory that torch holds and nothing uses goes back to the device, as by `torch.cuda.empty_cache`.
 
     Args:
         tower: the result of ``torch.compile(tower, backend="vitcg")``, or a tower after ``tower.compile(backend="vitcg")``;
@@ -72,6 +79,7 @@ def warmup(
         grids: the calls to expect, each a list of ``(frames, height, width)`` in patches, or a tensor ``[items, 3]`` as the
             tower takes it; a tensor by itself is one call.
         sizes: output tokens instead, each as one picture, or numbers of images; ``None`` for both = every budget of the ladder.
+            A picture of more than 256 tokens may be stood for by several.
         progress: called with one line of text after each step; by default a bar on stderr if that is a terminal.
 
     Raises:
@@ -95,7 +103,7 @@ def warmup(
             continue
         with contextlib.ExitStack() as stack:
             for part in parts:
-                stack.enter_context(part.warming())
+                stack.enter_context(part.warming(step.stands_for))
             step.call()
         parts = _graphs_of(eager, options)
         captured += sorted(_captured(parts) - set(captured), reverse=True)
@@ -105,17 +113,21 @@ def warmup(
         seconds, held = time.perf_counter() - started, sum(part.captured_bytes for part in parts)
         what = f"{step.size} {step.unit}, {len(captured)} captures, {seconds:.1f} s, {held >> 20} MiB"
         say(f"warm-up {number}/{len(steps)}: {what}")
+    if torch.cuda.is_initialized():  # what the uncaptured runs took is of no use to replays, and as much as these hold
+        _torch.release_workspaces()
+        torch.cuda.empty_cache()
     held = sum(part.captured_bytes for part in parts)
     return Warmed(tuple(captured), skipped, time.perf_counter() - started, held)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One call: its size in what budgets count, that unit's name, and what makes the call."""
+    """One call: its size in what budgets count, that unit's name, what makes the call, and the layout that it stands for."""
 
     size: int
     unit: str
     call: Callable[[], None]
+    stands_for: Layout | None = None
 
 
 def _options_of(tower: nn.Module) -> Options | None:
@@ -151,37 +163,43 @@ def _grid_steps(
 ) -> list[_Step]:
     """The calls of a tower with a grid, which is compiled by the smallest of them."""
     merge = 1 if _takes_padded_images(eager) else _merge(eager)
-    layouts = _layouts(grids, merge) if grids is not None else None
-    if _takes_padded_images(eager) and any(frames != 1 for layout in layouts or () for frames, _, _ in layout):
+    layouts = _layouts(grids, merge) if grids is not None else []
+    if _takes_padded_images(eager) and any(frames != 1 for layout in layouts for frames, _, _ in layout):
         raise OptionError(f"warmup: {type(eager).__name__} takes images: expected 1 frame, height and width for each.")
-    if sizes is not None:
-        wanted = _sizes(sizes, "output tokens")
-        if options is not None:
-            _look_at_largest(wanted, options)
-        layouts = [picture(size, merge) for size in wanted]
+    wanted = [] if sizes is None else _sizes(sizes, "output tokens")
+    if options is not None:
+        _look_at_largest(wanted, options)
     # Compiles. A call of one token would be a graph of its own: Dynamo takes sizes of 1 for constants.
+    least = min(wanted) if wanted else min(max(_ladder(options)[0], 2), max(_LARGEST)) if options is not None else 16
     try:
-        _call(tower, eager, min(layouts, key=num_patches) if layouts else picture(16, merge))
+        _call(tower, eager, min(layouts, key=num_patches, default=picture(least, merge)))
     except Refused as refusal:  # under `strict`: nothing can be warm before there is a graph
         if refusal.reason != "not_warmed_up":
             raise
     parts = _graphs_of(eager, options)
     if not parts:
         raise OptionError(f"warmup: this tower is not compiled with backend='vitcg', or it has no buckets.{_reasons(eager)}")
-    if layouts is None:
-        layouts = [picture(budget, merge) for budget in parts[0].planner.ladder.budgets]
-    return [_Step(num_patches(x) // merge**2, "tokens", functools.partial(_call, tower, eager, x)) for x in layouts]
+    if grids is not None:
+        return [_Step(num_patches(x) // merge**2, "tokens", functools.partial(_call, tower, eager, x)) for x in layouts]
+    any_segments = all(part.takes_any_segments for part in parts)
+    most = min(part.planner.most_frames for part in parts) if any_segments else 1
+    calls = stand_ins(wanted or parts[0].planner.ladder.budgets, merge, most)
+    return [_Step(size, "tokens", functools.partial(_call, tower, eager, call), one) for size, call, one in calls]
 
 
 def _look_at_largest(sizes: Iterable[int], options: Options) -> None:
     """Raises OptionError where no bucket will hold a picture of one of these sizes: a frame is not cut."""
-    largest = Planner(options, unit=1).ladder.budgets[-1]  # in tokens, whatever the unit
+    largest = _ladder(options)[-1]
     for size in sizes:
         if size > largest:
             raise OptionError(
                 f"warmup: size {size}: the largest budget is {largest} output tokens, and a picture is not cut. Leave the size "
                 "out, or compile with larger token_budgets or a larger max_tokens."
             )
+
+
+def _ladder(options: Options) -> Sequence[int]:
+    return Planner(options, unit=1).ladder.budgets  # in tokens, whatever the unit
 
 
 def _image_steps(
@@ -228,6 +246,23 @@ def picture(tokens: int, merge: int) -> Layout:
         if all(wide <= 4 * high for high, wide in sides[:1]):
             return tuple((1, high * merge, wide * merge) for high, wide in sides)
     return ((1, merge, tokens * merge),)
+
+
+def pictures(tokens: int, merge: int, largest: int) -> Layout:
+    """Pictures of `largest` output tokens and one of the rest, exactly `tokens` together."""
+    sizes = [largest] * (tokens // largest) + [tokens % largest] * (tokens % largest > 0)
+    return tuple(item for size in sizes for item in picture(size, merge))
+
+
+def stand_ins(sizes: Iterable[int], merge: int, most: int) -> list[tuple[int, Layout, Layout | None]]:
+    """A call for one picture of each size, in output tokens: the size, the call's layout of `most` pictures at most, and that
+    of the one picture where it stands for that.
+    """
+    calls: list[tuple[int, Layout, Layout | None]] = []
+    for rung, size in enumerate(sorted(sizes)):
+        one, several = picture(size, merge), pictures(size, merge, _LARGEST[rung % 2])
+        calls.append((size, one, None) if several == one or len(several) > most else (size, several, one))
+    return calls
 
 
 def _side(size: int) -> int:

@@ -210,6 +210,23 @@ def test_replay_with_other_segments(name):
         within_budget(out, *fresh, lengths)
 
 
+def test_what_is_loaded_early_is_not_compiled_again(monkeypatch):
+    """After `load` a launch for such bounds, from another fused buffer, compiles nothing."""
+    usable("triton", torch.bfloat16, 72)
+    from triton.runtime.jit import JITFunction
+
+    kernel, compiled, compile_ = KERNELS["triton"], [], JITFunction._do_compile
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, *args: compiled.append(args[0]) or compile_(self, *args))
+    some = [SegmentBounds(rows, 64, rows) for rows in (1024, 4096, 12288)]
+    kernel.load(*packed([512]), some, 72**-0.5)
+    compiled.clear()
+    for bounds in some:
+        q, k, v = packed([bounds.rows])
+        out = kernel.forward(q, k, v, kernel.metadata([0, bounds.rows], bounds).cuda(), bounds, 72**-0.5)
+        assert out.isfinite().all()
+    assert not compiled
+
+
 HOPPER = [tile_scheduled._HOPPER_SMALL, tile_scheduled._HOPPER_TALL, tile_scheduled._HOPPER_THREE]
 
 

@@ -115,12 +115,37 @@ def test_a_warmed_bucket_takes_layouts_with_more_segments(windows) -> None:
     assert vitcg_backend.stats(tower).last.hit
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_large_bucket_warmed_up_by_several_pictures(name: str) -> None:
+    """It serves one picture of its whole size, a clip and many small pictures, from the one capture."""
+    tower, compiled = compiled_tower(name, token_budgets=[1088], capture="warmup", min_tokens=1, strict=True)
+    assert vitcg_backend.warmup(compiled).captured == (1088,)
+    for layout in (((1, 64, 68),), ((17, 16, 16),), ((1, 8, 8),) * 60, ((1, 64, 64),)):
+        check(compiled, tower, layout)
+        assert vitcg_backend.stats(tower).last.hit
+    assert vitcg_backend.stats(tower).captures == 1
+
+
+def test_a_bucket_is_captured_without_another_run_where_its_check_has_run_as_many_rows() -> None:
+    """The unpadded run warms up for the capture; replays of other layouts, new weights and other sizes are right after it."""
+    tower, compiled = compiled_tower("qwen3_vl", min_tokens=1, strict=True)
+    for layout in (((1, 16, 16),), ((4, 8, 8),), ((1, 8, 16), (1, 8, 16)), ((1, 12, 16),), ((1, 16, 16),)):
+        check(compiled, tower, layout)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.mul_(1.01)
+    check(compiled, tower, ((1, 16, 16),), seed=1)
+
+
 def test_warmup() -> None:
     """The whole ladder, largest first: bytes and seconds are reported, and later calls capture nothing."""
     tower, compiled = compiled_tower("qwen2_5_vl", token_budgets=[16, 64, 256], capture="warmup")
     warmed = vitcg_backend.warmup(compiled)
     assert warmed.captured == (256, 64, 16)
     assert warmed.bytes > 0
+    held = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == held  # of the uncaptured runs nothing is left
     before = vitcg_backend.stats(tower).captures
     for layout in (((1, 8, 8),), ((1, 16, 16),), ((1, 4, 4),) * 4, ((4, 4, 4), (1, 8, 8))):
         check(compiled, tower, layout)

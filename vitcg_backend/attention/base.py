@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -54,6 +54,10 @@ class SegmentBounds:
         """The exact bounds of segments: prefix sums of their lengths, ``[segments + 1]``, first entry 0."""
         longest = max((end - start for start, end in itertools.pairwise(cu_seqlens)), default=0)
         return cls(cu_seqlens[-1], len(cu_seqlens) - 1, longest)
+
+    def joined(self, other: SegmentBounds) -> SegmentBounds:
+        """The closest bounds of the same rows that admit segments within these and within `other`."""
+        return SegmentBounds(self.rows, max(self.segments, other.segments), max(self.longest, other.longest))
 
     def admit(self, other: SegmentBounds) -> bool:
         """Whether segments within `other` are within these bounds, for the same rows."""
@@ -143,6 +147,14 @@ class VarlenKernel(abc.ABC):
 
         Raises:
             ValueError: shapes disagree with each other, with `bounds` or with what the kernel can do.
+        """
+
+    def load(  # noqa: B027  # most kernels have nothing to compile
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Iterable[SegmentBounds], scale: float
+    ) -> None:
+        """Compile what `forward` would compile for each of `bounds`, and load it, by launches on q, k and v of few rows.
+
+        Nothing where bounds decide by numbers alone how a kernel is launched.
         """
 
 

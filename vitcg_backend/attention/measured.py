@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ captures of a bucket."""
 CLOSE_MARGIN, CLOSE_GAIN = 0.25, 10e-6
 """The same where it wants close bounds and the first does not: a bucket is then captured once for each tier of them."""
 
+_FEW_ROWS = 512
 _MAX_SERVED = 4096
 _ROUNDS = 3
 _LAUNCHES = 2  # of a round: the second reads inputs that the first has left in the cache, as the next layer's does
@@ -68,20 +70,38 @@ class MeasuredChoice:
         self._usable: list[VarlenKernel] | None = None
         self._served: dict[tuple[int, SegmentBounds], VarlenKernel] = {}  # what has been found for exact bounds
         self._early: threading.Thread | None = None
+        self._ran = threading.Event()  # the thread has run the candidates
 
-    def start(self, bounds: Mapping[int, SegmentBounds]) -> None:
+    def start(
+        self, bounds: Mapping[int, SegmentBounds], later: Mapping[int, Sequence[SegmentBounds]] = MappingProxyType({})
+    ) -> None:
         """Let a thread run each candidate once on such segments, while the caller has other things to compile.
 
-        A kernel takes seconds to compile, most of them in C++ and in other processes; `at` waits for the thread before it
+        A kernel takes seconds to compile, most of them in C++ and in other processes; `at` waits for the candidates before it
         measures. Nothing for what is known. What fails here is met again by whoever runs that kernel.
 
         Args:
             bounds: index of a cu_seqlens -> exact bounds of the layout that will come first.
+            later: index of a cu_seqlens -> bounds of captures to come, for which the first candidate is compiled after that.
         """
         unknown = {index: each for index, each in bounds.items() if each.rows and self._known(index, each) is None}
         if unknown and self._early is None:
-            self._early = threading.Thread(target=self._run_once, args=(unknown,), name="vitcg-attention", daemon=True)
+            self._early = threading.Thread(target=self._run_early, args=(unknown, later), name="vitcg-attention", daemon=True)
             self._early.start()
+
+    def _run_early(self, bounds: Mapping[int, SegmentBounds], later: Mapping[int, Sequence[SegmentBounds]]) -> None:
+        try:
+            self._run_once(bounds)
+        finally:
+            self._ran.set()
+        try:
+            for index, some in later.items():
+                for shape in self.shapes[index]:
+                    with torch.inference_mode(False), torch.no_grad(), _on(shape.device):
+                        q, k, v = _inputs(shape, _FEW_ROWS)
+                        self.default.load(q, k, v, some, shape.head_dim**-0.5)
+        except Exception as error:
+            _torch.log.info("attention kernels were not compiled early: %s: %s", type(error).__name__, error)
 
     def _run_once(self, bounds: Mapping[int, SegmentBounds]) -> None:
         try:
@@ -140,7 +160,7 @@ class MeasuredChoice:
         if not measure or bounds.rows == 0 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return self.default, False
         if self._early is not None:
-            self._early.join()
+            self._ran.wait()
         key = size_class(shapes, bounds)
         times = self._measured(shapes, bounds) if len(self._find_usable()) > 1 else {}
         self._chosen[key] = self._fastest(times)

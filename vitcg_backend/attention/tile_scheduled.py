@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +39,11 @@ class TileConfig:
     warps: int
     stages: int
     registers: int | None = None
+
+    @property
+    def height(self) -> int:
+        """Query rows of a tile."""
+        return self.block_m
 
 
 def tile_config(head_dim: int, heads: int, bounds: SegmentBounds, *, bulk: bool) -> TileConfig:
@@ -199,16 +204,37 @@ class TileScheduledKernel(VarlenKernel):
         out = q.new_empty((rows, heads, head_dim))
         if out.numel() == 0:
             return out
+        self._launch(_config(q, k, v, bounds, scale), q, k, v, out, metadata, bounds, scale)
+        return out
+
+    def load(self, q: Tensor, k: Tensor, v: Tensor, bounds: Iterable[SegmentBounds], scale: float) -> None:
+        """As `VarlenKernel.load`."""
+        rows = q.shape[0]
+        own = SegmentBounds(rows, 1, rows)
+        metadata, out = self.metadata([0, rows], own).to(q.device), torch.empty_like(q)
+        for config in dict.fromkeys(_config(q, k, v, each, scale) for each in bounds):
+            if config.height in tiles.heights(own):
+                self._launch(config, q, k, v, out, metadata, own, scale)
+
+    def _launch(
+        self,
+        config: TileConfig | HopperConfig,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        metadata: Tensor,
+        bounds: SegmentBounds,
+        scale: float,
+    ) -> None:
+        if isinstance(config, HopperConfig):
+            self._forward_hopper(config, q, k, v, out, metadata, bounds, scale)
+            return
         kernel, descriptor, reason = _import_triton()
         if reason is not None:
             raise RuntimeError(reason)
-
+        rows, heads, head_dim = q.shape
         bulk = _bulk_loads(q, k, v)
-        hopper = hopper_config(head_dim, heads, bounds) if bulk and scale > 0 and _is_hopper(q) else None
-        if hopper is not None:
-            self._forward_hopper(hopper, q, k, v, out, metadata, bounds, scale)
-            return out
-        config = tile_config(head_dim, heads, bounds, bulk=bulk)
         d0, d1 = split_head(head_dim)
 
         def describe(x: Tensor, height: int, width: int) -> Any:
@@ -233,7 +259,6 @@ class TileScheduledKernel(VarlenKernel):
                 TMA=bulk, NEGATIVE=scale < 0,
                 num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
             )  # fmt: skip
-        return out
 
     def _forward_hopper(
         self,
@@ -270,6 +295,14 @@ class TileScheduledKernel(VarlenKernel):
                 REGISTERS=config.registers, TURNS=config.turns,
                 num_warps=4, maxnreg=config.registers if one else None,
             )  # fmt: skip
+
+
+def _config(q: Tensor, k: Tensor, v: Tensor, bounds: SegmentBounds, scale: float) -> TileConfig | HopperConfig:
+    """How the kernel for such tensors and bounds is compiled."""
+    _, heads, head_dim = q.shape
+    bulk = _bulk_loads(q, k, v)
+    hopper = hopper_config(head_dim, heads, bounds) if bulk and scale > 0 and _is_hopper(q) else None
+    return tile_config(head_dim, heads, bounds, bulk=bulk) if hopper is None else hopper
 
 
 def _is_hopper(tensor: Tensor) -> bool:
