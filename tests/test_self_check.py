@@ -39,7 +39,7 @@ FAULTS = {
 
 def inject(patch: pytest.MonkeyPatch, fault: Any) -> None:
     original = capture.Capture.run
-    patch.setattr(capture.Capture, "run", lambda self, args: fault(self, original(self, args)))
+    patch.setattr(capture.Capture, "run", lambda self, args, *more: fault(self, original(self, args, *more)))
 
 
 class Nothing:

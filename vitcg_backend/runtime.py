@@ -567,10 +567,12 @@ class CompiledTower:
         whole = self.options.self_check and part.rows == part.bucket.patches
         begun = False
         try:
-            # Before the capture: what pieces need for their very first run, to choose kernels, is no memory of the graph pool.
-            exact = self._unpadded(args, part, values if whole else None) if self.options.self_check else None
-            exact_s = time.perf_counter() - start
+            # First what stays: its buffers would pin the memory of what is large and goes.
             capture = Capture(self.body, part.bucket, args, values, self._arena)
+            # Before the capture: what pieces need for their very first run, to choose kernels, is no memory of the graph pool.
+            begin = time.perf_counter()
+            exact = self._unpadded(args, part, values if whole else None) if self.options.self_check else None
+            exact_s = time.perf_counter() - begin
             capture.write(args, values, part.rows)
             begun = True
             capture.record(args, self._graph_pool(), warm=whole)
