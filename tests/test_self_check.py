@@ -10,7 +10,7 @@ from common import DEVICE, MIXED, assert_same, compile_tower, stats, tiny_tower
 from torch import Tensor
 
 import vitcg_backend
-from vitcg_backend import _torch, capture
+from vitcg_backend import _torch, capture, runtime
 from vitcg_backend.self_check import disagreement
 
 # Each fault takes (capture, results of its run) and returns what a faulty body would have computed.
@@ -108,3 +108,15 @@ def test_what_is_spoilt_is_clean_for_the_next_call() -> None:
         seconds.append(stats(tower).buckets[32].self_check_s)
     assert 0 < seconds[0] == seconds[1] == seconds[2] <= stats(tower).buckets[32].capture_s
     assert stats(tower).hits == 3
+
+
+def test_what_stays_is_made_before_the_unpadded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture's buffers: made after it they would lie in memory that the run has left, and keep all of that."""
+    made: list[str] = []
+    view, run = capture.Arena.view, runtime.run_body
+    monkeypatch.setattr(capture.Arena, "view", lambda self, *args: (made.append("buffer"), view(self, *args))[1])
+    monkeypatch.setattr(runtime, "run_body", lambda *args: (made.append("run"), run(*args))[1])
+    tower = tiny_tower("qwen2_vl", depth=1)
+    assert_same(compile_tower(tower, token_budgets=[16]), tower, ((1, 4, 4),))
+    assert "run" in made
+    assert made.index("run") > max(i for i, what in enumerate(made) if what == "buffer")
