@@ -219,6 +219,38 @@ def test_one_picture_where_several_would_capture_another_size(monkeypatch: pytes
 
 
 @any_bounds
+def test_what_stands_for_one_picture_is_not_cut() -> None:
+    """A picture that pads its bucket much: several could be cut into smaller buckets, and its own would never be captured."""
+    tower = tiny_tower("qwen3_vl", depth=1)
+    compiled = compile_tower(tower, token_budgets=[256, 2048], capture="warmup", strict=True)
+    assert vitcg_backend.warmup(compiled, sizes=[200, 700]).captured == (2048, 256)
+    assert_same(compiled, tower, picture(700, 2))
+    assert stats(tower).last.replays == ((2048, 700),)
+
+
+@any_bounds
+def test_windows_are_counted_of_the_picture_that_is_stood_for() -> None:
+    """Several pictures have more windows than one of as many tokens: `max_frames` is about the one."""
+    tower = tiny_tower("qwen2_5_vl")
+    compiled = compile_tower(tower, token_budgets=[16, 660], capture="warmup", max_frames=165)
+    warmed = vitcg_backend.warmup(compiled, sizes=[16, 660])
+    assert (warmed.captured, warmed.skipped) == ((660, 16), {})
+    assert_same(compiled, tower, picture(660, 2))
+    assert stats(tower).last.hit
+
+
+@any_bounds
+def test_a_layout_that_was_warmed_up_for_itself_stands_for_a_picture_too() -> None:
+    """What is known of a layout since an earlier warm-up, of its own segments, has no room for those of one picture."""
+    tower = tiny_tower("qwen3_vl", depth=1)
+    compiled = compile_tower(tower, token_budgets=[128, 640], capture="warmup", strict=True)
+    vitcg_backend.warmup(compiled, grids=[pictures(640, 2, 256)] * 2)
+    vitcg_backend.warmup(compiled, sizes=[128, 640])
+    assert_same(compiled, tower, picture(640, 2))
+    assert stats(tower).last.hit
+
+
+@any_bounds
 @pytest.mark.parametrize("budget", [64, 256])  # the capture of a call is that of a warm-up, or it has room for fewer segments
 def test_what_was_captured_before_serves_other_segments_too(budget: int) -> None:
     """A bucket that a call has captured is warm for layouts of more and shorter segments after the warm-up."""

@@ -227,7 +227,7 @@ class LayoutCache:
         items = tuple(tuple(args[i].tolist()) for i in self.items)
         if any(len(i) != len(layout or ()) for i in items):
             return self._compute(args, layout, rows, bucket, measure, shared, like)
-        key = (layout, items, rows, bucket, *[args[i] for i in self.other_sizes])
+        key = (layout, items, rows, bucket, like, *[args[i] for i in self.other_sizes])
         values = self._values.get(key)
         if values is not None and shared and not values.shared:  # made before the warm-up
             self._drop(lambda known: known == key)
@@ -443,7 +443,7 @@ class LayoutCache:
         bounds, most = {}, 0
         for index, cu in lists.items():
             real = rows // self.body.bound.symbols.unit * self.segment_rows[index]
-            most = max(most, bisect_right(cu, real) - 1)
+            most = max(most, bisect_right(wide[index], real) - 1)
             bounds[index] = SegmentBounds.of(cu).joined(SegmentBounds.of(wide[index]))
         if self.choice is None:  # no attention, no segments
             return LayoutValues(made, {}, {}, {}, most)

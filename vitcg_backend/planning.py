@@ -288,7 +288,7 @@ class Planner:
 
     def _packed(self, layout: Layout, rows: int, capacities: Capacities) -> Plan:
         units = self._units(layout, capacities)
-        if len(units) == 1:
+        if len(units) == 1 or self.stands_for is not None:  # the one picture that it stands for is not cut
             return self._whole_plan(layout, rows, capacities)
         patches = [t * h * w for t, h, w in units]
         groups = self._groups(layout, [p // self.unit for p in patches], [t for t, _, _ in units], capacities)
