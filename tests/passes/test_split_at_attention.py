@@ -62,6 +62,22 @@ def test_what_no_later_piece_reads_is_a_piece_of_its_own() -> None:
     computed(deepstack)
 
 
+def chunked(m, x, g):
+    """Of one tuple, a tensor goes on and the other leads to a result alone."""
+    cu = metadata("boundaries", g)
+    x = x + attend(x @ m.weight, cu).relu() @ m.second
+    one, other = x.chunk(2, -1)
+    result = F.linear(F.linear(torch.cat([other, other], -1).sin(), m.weight), m.second)
+    x = torch.cat([one, one], -1)
+    return x + attend(x @ m.weight, cu).relu() @ m.second, result
+
+
+def test_no_tuple_is_cut() -> None:
+    """What takes a tensor out of a tuple stays with it; what reads that tensor is a piece of its own all the same."""
+    assert [s.aside for s in program(chunked).steps if isinstance(s, PieceStep)] == [False, False, True, False]
+    computed(chunked)
+
+
 def computed(function) -> None:
     """The program's steps in order give the module's results, bit for bit."""
     module, grid, pixels = Module(function), torch.tensor([[1, 2, 3], [2, 2, 2]]), torch.randn(14, 8)

@@ -117,6 +117,9 @@ class _Splitter:
         for node in reversed(tensors):
             if any(self._outside(user, inside) or user in onward for user in node.users):
                 onward.add(node)
+        for node in tensors:  # no tuple is the input of a piece: what takes a tensor out of one stays with it
+            if any(source in onward and not isinstance(source.meta["val"], Tensor) for source in node.all_input_nodes):
+                onward.add(node)
         aside = [node for node in tensors if node not in onward]
         if not onward or not any(node.target in _LINEAR for node in aside):
             return tensors, []
