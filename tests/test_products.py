@@ -258,6 +258,40 @@ def test_without_room_it_is_measured_another_time() -> None:
     assert choices.settle([SMALL], CPU) == {SMALL: TILES[0]}
 
 
+def test_what_cannot_be_measured_stays_with_torch(caplog: Any) -> None:
+    """Another error than a lack of room costs the choice and a warning, once, and not the bucket."""
+    asked: list[Product] = []
+
+    def fails(product: Product, device: torch.device, tiles: bool) -> dict[Kernel | None, float]:
+        asked.append(product)
+        raise RuntimeError("cublasLt: cublasLtCreate returned status 3")
+
+    choices = Choices(fails)
+    with caplog.at_level("WARNING", logger="vitcg_backend"):
+        assert choices.settle([SMALL], CPU) == choices.settle([SMALL], CPU) == {}
+    assert asked == [SMALL]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"vitcg does not measure {SMALL}: RuntimeError: cublasLt: cublasLtCreate returned status 3"
+    ]
+
+
+def test_what_does_not_load_is_measured(tmp_path: Path) -> None:
+    """Whatever a choice from disk raises here, a compiler's error say; a lack of room is waited out."""
+    errors: list[Exception] = [TypeError("no compiler"), torch.OutOfMemoryError("no room")]
+
+    def fails(product: Product, kernel: Kernel, device: torch.device) -> None:
+        raise errors.pop(0)
+
+    def kept(device: torch.device) -> KeptChoices:
+        return KeptChoices({"device": str(device)}, "products", tmp_path)
+
+    kept(CPU).add(str(SMALL), name_of(ALGORITHM), {})
+    assert Choices(lambda *_: {None: 1.0, TILES[0]: 0.5}, kept, fails).settle([SMALL], CPU) == {SMALL: TILES[0]}
+    choices = Choices(lambda *_: pytest.fail("there was no room"), kept, fails)
+    assert choices.settle([SMALL], CPU) == {}
+    assert SMALL not in choices._known[CPU, False]
+
+
 def test_deterministic_algorithms_are_not_chosen_by_a_clock() -> None:
     """Where the user wants them, torch's kernels run, also for what was chosen before."""
     choices = Choices(lambda product, device, tiles: {None: 1.0, TILES[0]: 0.5})

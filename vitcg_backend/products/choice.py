@@ -111,6 +111,9 @@ class Choices:
                     known[product] = self._choose(product, device, tiles)
                 except torch.OutOfMemoryError as error:  # there may be room another time
                     log.info("%s is not measured: %s", product, error)
+                except Exception as error:  # a library or a device that does not take it: torch's own does
+                    log.warning("vitcg does not measure %s: %s: %s", product, type(error).__name__, error)
+                    known[product] = None
             chosen = {product: known.get(product) for product in wanted}
         return {product: kernel for product, kernel in chosen.items() if kernel is not None}
 
@@ -126,8 +129,8 @@ class Choices:
                 return kernel
             except torch.OutOfMemoryError:
                 raise
-            except (KeyError, ValueError, RuntimeError):
-                pass  # not measured yet, or a file that somebody has edited
+            except Exception as error:  # not measured yet, a file that somebody has edited, a kernel that does not run here
+                log.debug("%s: no choice is taken from disk: %s: %s", product, type(error).__name__, error)
         times = self._measure(product, device, tiles)
         kernel = faster(times)
         text = ", ".join(f"{name or 'torch'} {seconds * 1e6:.1f} us" for name, seconds in times.items())
