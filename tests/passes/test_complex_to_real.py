@@ -148,6 +148,7 @@ MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "polar": lambda z, m: z * torch.polar(m.weight[0, :4], m.second[:, :4]).unsqueeze(1)[3],
     "double": lambda z, m: z.to(torch.complex128) * m.frequencies[:4].double(),
     "mixed": lambda z, m: z.to(torch.complex128) * m.turns,
+    "without axes": lambda z, m: z * m.turns[0].squeeze(0),
 }
 
 

@@ -233,7 +233,7 @@ def _along(add: Add, node: fx.Node, real: Real) -> fx.Node:
     """What acts along an axis, the second argument, counted from behind in the tensor before or, `unsqueeze`, after it."""
     source, axis, *rest = (*node.args, 0)[: max(2, len(node.args))]
     counted = node if node.target is aten.unsqueeze.default else source
-    return add(node.target, real(source), axis % counted.meta["val"].dim(), *rest)
+    return add(node.target, real(source), axis % max(counted.meta["val"].dim(), 1), *rest)
 
 
 def _joined(add: Add, node: fx.Node, real: Real) -> fx.Node | None:
