@@ -339,7 +339,7 @@ class TestTiles:
         """Each configuration that launches for some bounds would take is launched once, on few rows, with a table for it."""
         launched, kernel = [], KERNELS["triton"]
 
-        def launch(self, config, q, k, v, out, metadata, bounds, scale):
+        def launch(self, config, bulk, q, k, v, out, metadata, bounds, scale):
             launched.append((config, q.shape[0], metadata.shape[0]))
             assert tiles.section_start(bounds, config.height) < metadata.shape[0]
 

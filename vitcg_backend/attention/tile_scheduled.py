@@ -204,7 +204,7 @@ class TileScheduledKernel(VarlenKernel):
         out = q.new_empty((rows, heads, head_dim))
         if out.numel() == 0:
             return out
-        self._launch(_config(q, k, v, bounds, scale), q, k, v, out, metadata, bounds, scale)
+        self._launch(*_config(q, k, v, bounds, scale), q, k, v, out, metadata, bounds, scale)
         return out
 
     def load(self, q: Tensor, k: Tensor, v: Tensor, bounds: Iterable[SegmentBounds], scale: float) -> None:
@@ -212,13 +212,14 @@ class TileScheduledKernel(VarlenKernel):
         rows = q.shape[0]
         own = SegmentBounds(rows, 1, rows)
         metadata, out = self.metadata([0, rows], own).to(q.device), torch.empty_like(q)
-        for config in dict.fromkeys(_config(q, k, v, each, scale) for each in bounds):
+        for config, bulk in dict.fromkeys(_config(q, k, v, each, scale) for each in bounds):
             if config.height in tiles.heights(own):
-                self._launch(config, q, k, v, out, metadata, own, scale)
+                self._launch(config, bulk, q, k, v, out, metadata, own, scale)
 
     def _launch(
         self,
         config: TileConfig | HopperConfig,
+        bulk: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -234,7 +235,6 @@ class TileScheduledKernel(VarlenKernel):
         if reason is not None:
             raise RuntimeError(reason)
         rows, heads, head_dim = q.shape
-        bulk = _bulk_loads(q, k, v)
         d0, d1 = split_head(head_dim)
 
         def describe(x: Tensor, height: int, width: int) -> Any:
@@ -297,12 +297,12 @@ class TileScheduledKernel(VarlenKernel):
             )  # fmt: skip
 
 
-def _config(q: Tensor, k: Tensor, v: Tensor, bounds: SegmentBounds, scale: float) -> TileConfig | HopperConfig:
-    """How the kernel for such tensors and bounds is compiled."""
+def _config(q: Tensor, k: Tensor, v: Tensor, bounds: SegmentBounds, scale: float) -> tuple[TileConfig | HopperConfig, bool]:
+    """How the kernel for such tensors and bounds is compiled, and whether blocks are loaded by TMA."""
     _, heads, head_dim = q.shape
     bulk = _bulk_loads(q, k, v)
     hopper = hopper_config(head_dim, heads, bounds) if bulk and scale > 0 and _is_hopper(q) else None
-    return tile_config(head_dim, heads, bounds, bulk=bulk) if hopper is None else hopper
+    return (tile_config(head_dim, heads, bounds, bulk=bulk) if hopper is None else hopper), bulk
 
 
 def _is_hopper(tensor: Tensor) -> bool:
