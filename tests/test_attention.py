@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
