@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from vitcg_backend.packed import pack, places, unpack
+from vitcg_backend.packed import copy_all, pack, places, unpack
 
 
 def test_what_is_packed_comes_out_again() -> None:
@@ -28,3 +29,26 @@ def test_nothing_to_pack() -> None:
     """A capture that reads no metadata."""
     assert len(pack([], pinned=False)) == 0
     assert unpack(pack([], pinned=False), [], []) == []
+
+
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float16, torch.float16], [torch.bfloat16, torch.float32]])
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5), (7,), (), (0, 4), (2, 3, 8)])
+def test_all_are_copied_whatever_they_are(dtypes: list[torch.dtype], shape: tuple[int, ...]) -> None:
+    """Bit for bit: odd numbers of 16-bit numbers, tensors at odd places, with gaps, of several dtypes; NaN, too."""
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    words = [torch.randn(shape).to(dtype) for dtype in dtypes]
+    words[0].view(-1)[:1] = float("nan")
+    odd = [torch.randn(9).to(dtypes[0])[1:7]]
+    gaps = [torch.randn(4, 8).to(dtypes[0])[:, :6]]
+    for sources in (words, words + odd, words + gaps, odd, gaps):
+        targets = [torch.zeros_like(source) for source in sources]
+        copy_all(targets, sources)
+        for target, source in zip(targets, sources, strict=True):
+            assert torch.equal(bits(target), bits(source))
+    values = torch.zeros(8, dtype=torch.bfloat16)
+    copy_all([values[1:7]], [torch.ones(6, dtype=torch.bfloat16)])
+    assert values.tolist() == [0, 1, 1, 1, 1, 1, 1, 0]
+    copy_all([], [])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +34,11 @@ from common import (
 from transformers import vision_utils
 
 import vitcg_backend
-from vitcg_backend import testing
+from vitcg_backend import capture, testing
 from vitcg_backend.backend import live_towers
 from vitcg_backend.bucketing import num_patches
 from vitcg_backend.errors import Refused
+from vitcg_backend.passes.program import AttentionStep
 from vitcg_backend.runtime import CompiledTower
 
 SAME_ROWS = (
@@ -1105,3 +1108,35 @@ def test_a_piece_holds_the_last_reference_to_what_it_reads() -> None:
     finally:
         part.body.functions[:] = original
     assert any(freed)  # not all: pixels and weights are the caller's
+
+
+def test_what_attention_has_read_is_given_back_before_the_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values lie in the largest tensors of a layer but one: kept for a piece longer, they add to the peak."""
+    original = capture.run_body
+    alive: list[bool] = []
+
+    def watched(body: Any, *args: Any) -> list[Any]:
+        read = [step for step in body.program.steps if isinstance(step, AttentionStep)]
+        slots = {slot for step in read for slot in (step.query, step.key, step.value)}
+        pairs = list(itertools.pairwise([None, *body.program.steps]))
+        steps = iter([(a in read, step) for a, step in pairs if step not in read])
+        made: list[weakref.ref[Any]] = []
+
+        def watch(function: Any) -> Any:
+            def piece(arguments: list[Any]) -> Any:
+                attended, step = next(steps)
+                if attended:
+                    alive.extend(storage() is not None for storage in made)
+                results = function(arguments)
+                made[:] = [weakref.ref(r.untyped_storage()) for r, s in zip(results, step.outputs, strict=True) if s in slots]
+                return results
+
+            return piece
+
+        return original(SimpleNamespace(program=body.program, functions=[watch(f) for f in body.functions]), *args)
+
+    monkeypatch.setattr(capture, "run_body", watched)
+    tower = tiny_tower("qwen3_vl", depth=3)
+    assert_same(compile_tower(tower), tower, VIDEO)
+    assert len(alive) >= 6
+    assert not any(alive)

@@ -23,7 +23,7 @@ from .attention import SegmentBounds, VarlenKernel
 from .batch_inputs import BatchInputs
 from .bucketing import Bucket
 from .layouts import LayoutValues, tensor_of
-from .packed import places, unpack
+from .packed import copy_all, places, unpack
 from .passes import CompiledBody
 from .passes.graph import token_axes
 from .passes.program import AttentionStep
@@ -93,8 +93,8 @@ def run_body(
                     results = functions[step.piece](arguments)
             else:
                 results = functions[step.piece](arguments)
-            for slot, result in zip(step.outputs, results, strict=True):
-                slots[slot] = result
+            for number, slot in enumerate(step.outputs):  # no name may keep a result: its memory is wanted by the next piece
+                slots[slot] = results[number]
             del results, arguments
         for slot in step.free:
             slots[slot] = None
@@ -362,8 +362,7 @@ class Capture:
             for i, (v, o) in enumerate(zip(views, self._outputs, strict=True))
         ]
         pairs = [(r, v) for i, (r, v) in enumerate(zip(results, views, strict=True)) if isinstance(v, Tensor) and i not in of]
-        if pairs:
-            torch._foreach_copy_([r for r, _ in pairs], [v for _, v in pairs], non_blocking=True)
+        copy_all([r for r, _ in pairs], [v for _, v in pairs])
         for index, owner in of.items():
             results[index] = _same_view(views[index], views[owner], results[owner])
         return results

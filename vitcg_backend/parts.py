@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .bucketing import Layout
 from .layouts import LayoutCache, Misfit, grid_tensor
+from .packed import copy_all
 from .passes import CompiledBody
 from .passes.graph import Role, token_axes
 from .planning import Part, Plan
@@ -225,8 +226,7 @@ class Joined:
                 targets.append(self.results[index].narrow(axes[0], first, tokens))
                 sources.append(result.narrow(axes[0], place, tokens))
                 place += tokens
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        copy_all(targets, sources)
 
     def _empty(self, fake: Any, like: Tensor) -> Tensor:
         """An uninitialised result of the whole call, with eager's strides."""

@@ -240,7 +240,7 @@ def test_b46_no_sync_after_the_grid_is_read() -> None:
     part = next(p for p in backend._live if isinstance(p, runtime.CompiledTower) and p.belongs_to(owned))
     with torch.no_grad():
         compiled(pixels, grid_thw=grid)
-        values = next(v for k, v in part._layouts._values.items() if k[-1] is not None)
+        values = next(v for k, v in part._layouts._values.items() if k[3] is not None)
         arguments = [None] * len(part.body.bound.placeholders)
         arguments[part.body.bound.pixels] = pixels
         torch.cuda.set_sync_debug_mode("error")
