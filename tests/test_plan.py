@@ -544,6 +544,38 @@ def test_a_long_first_replay_is_its_bucket_s_time(monkeypatch: pytest.MonkeyPatc
     assert 0 < bucket.replay_s < 1.0 if long else bucket.replay_s == 1.0
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a stand-in for a graph")
+def test_an_unpadded_run_that_took_much_longer_is_timed_no_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the self-check: not the tower's first, and not one that comes near the replay, which are timed in turns."""
+    from types import SimpleNamespace
+
+    from vitcg_backend import capture
+
+    def record(self: capture.Capture, args: Any, pool: Any, warm: bool = False) -> None:
+        results = self.run(args)
+        self._results, self.graph = results, SimpleNamespace(replay=lambda: torch._foreach_copy_(results, self.run(args)))
+
+    took = iter([1.0, 1.0, 9.0, 1.0, 1.9])  # the first replay of each bucket, and but for the first the unpadded run
+    monkeypatch.setattr(capture.Capture, "record", record)
+    monkeypatch.setattr(costs.Stopwatch, "seconds", lambda self: next(took))
+    monkeypatch.setattr(costs, "LONG_S", 60.0)
+    asked: list[int] = []
+
+    def seconds(runs: Any, device: torch.device) -> list[float]:
+        asked.append(len(runs))
+        return [3.0, 1.0, 0.1][-len(runs) :]
+
+    monkeypatch.setattr(costs, "seconds", seconds)
+    tower = tiny_tower("qwen2_vl", depth=1)
+    compiled = compile_tower(tower, min_tokens="auto", strict=True, token_budgets=[4, 16, 32])
+    for layout in (((1, 4, 4),), ((1, 8, 8),), VIDEO):
+        assert_same(compiled, tower, layout)
+    assert asked == [3, 2, 3]
+    buckets = stats(tower).buckets
+    assert [buckets[tokens].uncaptured_s for tokens in (4, 16, 32)] == [3.0, 9.0, 3.0]
+    assert {(bucket.replay_s, bucket.copy_s) for bucket in buckets.values()} == {(1.0, 0.1)}
+
+
 def test_the_self_check_s_run_warms_up_for_a_capture_of_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has then run as many rows by the same kernels; with padding, or without it, the capture makes a run of its own."""
     from vitcg_backend import capture

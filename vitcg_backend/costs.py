@@ -17,7 +17,7 @@ import torch
 
 from .bucketing import Layout
 
-__all__ = ["LONG_S", "MARGIN", "Costs", "once", "seconds", "squares"]
+__all__ = ["CLEAR", "LONG_S", "MARGIN", "Costs", "Stopwatch", "once", "seconds", "squares"]
 
 FIXED_TOKENS = 160.0
 """The fixed part of a replay in tokens, before anything is known: 1.1 ms at 7 us a token (27 layers, 1152 wide, H200)."""
@@ -30,6 +30,10 @@ LONG_S = 0.05
 
 MARGIN = 0.03
 """By this share the uncaptured path has to be faster, which also keeps the host busy, or a larger bucket than a smaller one."""
+
+CLEAR = 2.0
+"""An uncaptured run that took so many times what a replay takes is not timed a second time: the host takes ten times as long to
+launch a small call."""
 
 
 def seconds(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
@@ -53,18 +57,39 @@ def seconds(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[flo
 
 def once(run: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one run until the device is done."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    with torch.cuda.device(device):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.current_stream().synchronize()  # not the device: another thread may be capturing on it
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e-3
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # not the device: another thread may be capturing on it
+    watch = Stopwatch(device)
+    run()
+    watch.stop()
+    return watch.seconds()
+
+
+class Stopwatch:
+    """The time from here to `stop`, on the current stream of a GPU as the device comes by: nothing waits before it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = self._now()
+
+    def stop(self) -> None:
+        """What is queued from now on does not count."""
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """Wait for the device, if it is not yet there."""
+        if self._device.type != "cuda":
+            return self._end - self._begin  # type: ignore[no-any-return]
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) * 1e-3  # type: ignore[no-any-return]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
 
 
 def squares(layout: Layout | None) -> int:

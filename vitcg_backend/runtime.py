@@ -570,9 +570,10 @@ class CompiledTower:
             # First what stays: its buffers would pin the memory of what is large and goes.
             capture = Capture(self.body, part.bucket, args, values, self._arena)
             # Before the capture: what pieces need for their very first run, to choose kernels, is no memory of the graph pool.
-            begin = time.perf_counter()
+            begin, watch = time.perf_counter(), costs.Stopwatch(self._device)
             exact = self._unpadded(args, part, values if whole else None) if self.options.self_check else None
             exact_s = time.perf_counter() - begin
+            watch.stop()
             capture.write(args, values, part.rows)
             begun = True
             capture.record(args, self._graph_pool(), warm=whole)
@@ -590,7 +591,9 @@ class CompiledTower:
         self._keep(key, capture, time.perf_counter() - start, exact_s + check_s)
         if self.planner.measures and not self.planner.costs.knows(part.bucket.tokens):
             try:
-                self._measure(capture, args, part, values, borrow, replay_s)
+                warm = self.options.self_check and self.stats.captures > 1  # the first run of all loads and compiles
+                unpadded_s = watch.seconds() if warm else 0.0
+                self._measure(capture, args, part, values, borrow, replay_s, unpadded_s)
             except Exception as error:  # out of memory, say: nothing is known of the bucket, and the results stand
                 log.info("the bucket of %d tokens was not measured: %s", part.bucket.tokens, error)
         return results, None  # not those of the unpadded run: a bucket answers the same call with the same bits each time
@@ -617,9 +620,18 @@ class CompiledTower:
         return results, time.perf_counter() - start, replay_s
 
     def _measure(
-        self, capture: Capture, args: Sequence[Any], part: Part, values: LayoutValues, borrow: bool, replay_s: float
+        self,
+        capture: Capture,
+        args: Sequence[Any],
+        part: Part,
+        values: LayoutValues,
+        borrow: bool,
+        replay_s: float,
+        unpadded_s: float,
     ) -> None:
-        """Times of a bucket, once. Its first replay took `replay_s`, which stands where that is long."""
+        """Times of a bucket, once. Its first replay took `replay_s`, which stands where that is long, and the unpadded run
+        before that `unpadded_s`, which stands where it is clearly more (0 = it is not known).
+        """
         bucket = self.stats.buckets[part.bucket.tokens]
 
         def serve() -> None:
@@ -636,8 +648,9 @@ class CompiledTower:
 
         long = capture.graph is not None and replay_s >= costs.LONG_S  # without a graph the check itself slows a run down
         known, replays = ([replay_s], [copy]) if long else ([], [serve, copy])
+        clear = capture.graph is not None and unpadded_s > costs.CLEAR * replay_s
         try:
-            bucket.uncaptured_s, *times = self._time(uncaptured, *replays)
+            bucket.uncaptured_s, *times = [unpadded_s, *self._time(*replays)] if clear else self._time(uncaptured, *replays)
         except Exception as error:  # out of memory, say: no alternative
             log.info("the uncaptured pieces were not measured at %d rows: %s", part.rows, error)
             bucket.uncaptured_s, times = math.inf, self._time(*replays)
