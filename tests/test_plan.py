@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -425,6 +426,7 @@ def test_packed_calls_are_compared_with_the_uncaptured_pieces(monkeypatch: pytes
     tower = tiny_tower("qwen2_vl")
     compiled = compile_tower(tower, min_tokens="auto", max_items=2, token_budgets=[16, 32, 64])
     clock = Clock(1.5, 1.0, 0.1, 1.5, 0.9, 0.1, 1.6)  # the bucket of 32, the bucket of 16, the call as a whole
+    monkeypatch.setattr(costs, "CLEAR", math.inf)
     monkeypatch.setattr(costs, "seconds", clock)
     layout = ((1, 8, 8),) * 2 + ((1, 4, 4),)
     reasons = []
@@ -493,6 +495,7 @@ def test_a_failing_measurement_costs_the_caller_nothing(monkeypatch: pytest.Monk
             raise RuntimeError("CUDA out of memory")
         return [1.0] * len(runs)
 
+    monkeypatch.setattr(costs, "CLEAR", math.inf)
     monkeypatch.setattr(costs, "seconds", fail)
     for _ in range(2):
         assert_same(compiled, tower, ((1, 8, 8),) * 2 + ((1, 4, 4),))
