@@ -7,6 +7,7 @@ terms, and a measurement counts without its third.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -57,12 +58,14 @@ def seconds(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[flo
 
 def once(run: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one run until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # not the device: another thread may be capturing on it
-    watch = Stopwatch(device)
-    run()
-    watch.stop()
-    return watch.seconds()
+    on_gpu = device.type == "cuda"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()  # not the device: another thread may be capturing on it
+        watch = Stopwatch(device)
+        run()
+        watch.stop()
+        return watch.seconds()
 
 
 class Stopwatch:
